@@ -1,0 +1,85 @@
+"""Traces of LLM serving: what came in. Columns, readers, transforms, synthesis, statistics.
+
+    >>> import traces
+    >>> trace = traces.builtin("conversation", seed=0)      # no download needed
+    >>> trace = traces.load("conversation_trace.jsonl")     # any public format, by content
+    >>> train, validation, test = trace.split()
+
+Names are loaded on first use, so `import traces` stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from traces.formats import load, save
+    from traces.statistics import (
+        Statistics,
+        lfu_hit_rate,
+        lru_hit_curve,
+        lru_hit_rate,
+        statistics_of,
+    )
+    from traces.synthesis import (
+        WorkloadProfile,
+        builtin,
+        fit,
+        profile,
+        synthesise_blocks,
+        synthesize,
+    )
+    from traces.trace import Split, Trace, TraceError, merge
+
+_HOME = {
+    "Split": "trace",
+    "Trace": "trace",
+    "TraceError": "trace",
+    "merge": "trace",
+    "load": "formats",
+    "save": "formats",
+    "WorkloadProfile": "synthesis",
+    "builtin": "synthesis",
+    "fit": "synthesis",
+    "profile": "synthesis",
+    "synthesise_blocks": "synthesis",
+    "synthesize": "synthesis",
+    "Statistics": "statistics",
+    "lfu_hit_rate": "statistics",
+    "lru_hit_curve": "statistics",
+    "lru_hit_rate": "statistics",
+    "statistics_of": "statistics",
+}
+
+__all__ = [
+    "Split",
+    "Statistics",
+    "Trace",
+    "TraceError",
+    "WorkloadProfile",
+    "builtin",
+    "fit",
+    "lfu_hit_rate",
+    "load",
+    "lru_hit_curve",
+    "lru_hit_rate",
+    "merge",
+    "profile",
+    "save",
+    "statistics_of",
+    "synthesise_blocks",
+    "synthesize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'traces' has no attribute {name!r}")
+    value = getattr(import_module(f"traces.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

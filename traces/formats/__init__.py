@@ -1,0 +1,225 @@
+"""Reading and writing traces. The format is found by content, never by name.
+
+| format | module | blocks |
+|---|---|---|
+| Mooncake / Dynamo JSONL | `mooncake` | 512 tokens, last partial |
+| Qwen-Bailian JSONL | `bailian` | 16 tokens |
+| kv-cache-tester session JSON | `agent_sessions` | 64 tokens, full only, per session |
+| Azure 2023/2024 CSV, BurstGPT CSV | `csv_lengths` | none |
+| Parquet of this project, decision log | `parquet` | any size |
+
+Plain, gzip or zstd. Formats without block ids load with none (`has_blocks` False): nothing is
+known about reuse. `synthesise_blocks` adds invented sessions where that is wanted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from traces.formats import agent_sessions, bailian, csv_lengths, mooncake, parquet
+from traces.formats.rows import OnError, Rows, read_bytes, text_lines
+from traces.trace import Trace, TraceError, merge
+
+BUILTIN_PREFIX = "builtin:"
+DEFAULT_SESSION_RATE = 1 / 60
+"""Sessions started per second where session files without a common clock are put together."""
+_KNOWN = (
+    "Mooncake JSONL, Qwen-Bailian JSONL, kv-cache-tester session JSON, Azure CSV, BurstGPT CSV "
+    "or this project's Parquet"
+)
+_SNIFFED_LINES = 20
+
+
+def load(
+    path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    on_error: OnError = "raise",
+    reblock: int | None = None,
+    sort: bool = False,
+    name: str | None = None,
+    session_rate: float = DEFAULT_SESSION_RATE,
+    seed: int = 0,
+) -> Trace:
+    """Load a trace, whatever public format it is in.
+
+    Args:
+        path: a file; `builtin:NAME` for a built-in synthesised workload; a folder or a list of
+            kv-cache-tester session files, which are put together on one clock.
+        on_error: `"raise"` on the first bad row, or `"skip"` to drop bad rows and count them in
+            `Trace.skipped_rows`. A damaged file (cut off, not decodable) always raises.
+        reblock: coarser blocks of this many tokens (a multiple of the file's).
+        sort: order rows by time where the file is not in order; otherwise a row whose time lies
+            before the row above it is a bad row.
+        name: name of the trace; by default the file's, without suffixes.
+        session_rate: session files only: sessions started per second, a Poisson process.
+        seed: of that process and of built-in workloads.
+
+    Raises:
+        TraceError: naming file, line, field, what was found and what was expected.
+    """
+    if on_error not in ("raise", "skip"):
+        raise TraceError(f"on_error {on_error!r}", expected='"raise" or "skip"')
+    if isinstance(path, (str, os.PathLike)):
+        text = os.fspath(path)
+        if text.startswith(BUILTIN_PREFIX):
+            from traces.synthesis import builtin
+
+            trace = builtin(text.removeprefix(BUILTIN_PREFIX), seed=seed)
+        else:
+            file = Path(text)
+            paths = _session_files(file) if file.is_dir() else [file]
+            trace = _load_files(paths, on_error, sort, name or _stem(file), session_rate, seed)
+    else:
+        paths = [Path(p) for p in path]
+        if not paths:
+            raise TraceError("an empty list of files", expected="at least one trace file")
+        trace = _load_files(paths, on_error, sort, name or _stem(paths[0]), session_rate, seed)
+    return trace if reblock is None else trace.reblock(reblock)
+
+
+def _stem(path: Path) -> str:
+    return path.name.split(".")[0]
+
+
+def _session_files(folder: Path) -> list[Path]:
+    files = sorted(
+        p for p in folder.iterdir() if p.is_file() and ".json" in p.suffixes and p.stat().st_size
+    )
+    if not files:
+        raise TraceError(
+            "a directory without session files",
+            file=folder,
+            expected="a trace file, or a folder of kv-cache-tester *.json[.gz] files",
+        )
+    return files
+
+
+def _load_files(
+    paths: list[Path], on_error: OnError, sort: bool, name: str, session_rate: float, seed: int
+) -> Trace:
+    if len(paths) == 1:
+        return _load_one(paths[0], on_error, sort, name)[0]
+    if not (np.isfinite(session_rate) and session_rate > 0):
+        raise TraceError(f"session_rate {session_rate}", expected="sessions per second > 0")
+    gaps = np.random.default_rng(seed).exponential(1 / session_rate, len(paths))
+    starts = np.cumsum(gaps) - gaps[0]
+    parts = []
+    for file, start_s in zip(paths, starts):
+        trace, is_session = _load_one(file, on_error, sort, name)
+        if not is_session:
+            raise TraceError(
+                "not a session file",
+                file=file,
+                expected="kv-cache-tester sessions where several files are loaded together",
+                hint="load other formats one by one and use traces.merge",
+            )
+        from dataclasses import replace
+
+        parts.append(replace(trace, arrival_s=trace.arrival_s + start_s))
+    merged = merge(parts, name=name)
+    # Sessions are not tenants.
+    object.__setattr__(merged, "tenant_id", None)
+    return merged
+
+
+def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Trace, bool]:
+    """The trace, and whether it is one session with a clock of its own."""
+    data = read_bytes(path)
+    rows = Rows(path, on_error, sort)
+    if data.startswith(parquet.MAGIC):
+        return parquet.read(data, rows, name), False
+    first = data.lstrip()[:1]
+    if first == b"{":
+        format_ = _sniff_json(data)
+        if format_ is agent_sessions:
+            document = agent_sessions.parse(data, path)
+            return agent_sessions.read(document, path, on_error, name), True
+        if format_ is not None:
+            return format_.read(data, rows, name), False
+    elif first != b"[":
+        first_line = next(text_lines(data))[1]
+        if csv_lengths.is_csv_trace(first_line):
+            return csv_lengths.read(data.lstrip(), rows, name), False
+    shown = data[:40].decode("utf-8", "backslashreplace").splitlines()[0]
+    raise TraceError(f"unknown format, starts with {shown!r}", file=path, expected=_KNOWN)
+
+
+def _sniff_json(data: bytes) -> Any:
+    """The module that reads this JSON, judged by the keys of its first lines."""
+    lines = text_lines(data)
+    for count, (_, line) in enumerate(lines):
+        if count == _SNIFFED_LINES:
+            break
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(row, dict):
+            continue
+        for module in (agent_sessions, bailian, mooncake):
+            if module.sniff(row):
+                return module
+    # A session file may be spread over many lines, or be cut off within its only one.
+    head = data[:4096]
+    if b'"hash_id_scope"' in head or (b'"requests"' in head and b'"block_size"' in head):
+        return agent_sessions
+    if b'"hash_ids"' in head and b'"timestamp"' in head:
+        return bailian if b'"chat_id"' in head else mooncake
+    return None
+
+
+def save(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace; the suffix says how: `.parquet`, or `.jsonl` for Mooncake's format.
+
+    `.jsonl.gz` and `.jsonl.zst` compress. The file appears whole or not at all.
+
+    Raises:
+        TraceError: unknown suffix, folder missing, or the trace does not fit the format.
+    """
+    target = Path(path)
+    suffixes = "".join(target.suffixes[-2:])
+    if target.suffix == ".parquet":
+        data = parquet.dump(trace, target)
+    elif target.suffix == ".jsonl" or suffixes in (".jsonl.gz", ".jsonl.zst"):
+        data = mooncake.dump(trace, target)
+    else:
+        raise TraceError(
+            f"suffix {suffixes!r}", file=target, expected=".parquet, .jsonl, .jsonl.gz, .jsonl.zst"
+        )
+    if target.suffix == ".gz":
+        import gzip
+
+        # No time stamp inside: the same trace gives the same bytes.
+        data = gzip.compress(data, 6, mtime=0)
+    elif target.suffix == ".zst":
+        import zstandard
+
+        data = zstandard.ZstdCompressor(level=6).compress(data)
+    write_whole(target, data)
+
+
+def write_whole(target: Path, data: bytes) -> None:
+    """Write beside the target and rename, so that no half file is ever seen.
+
+    Raises:
+        TraceError: the folder is missing or not writable.
+    """
+    try:
+        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as out:
+                out.write(data)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise TraceError(f"cannot be written ({error.strerror})", file=target) from error
