@@ -1,0 +1,594 @@
+"""Workload profiles: fitted to a trace, stored as small YAML, sampled into new traces.
+
+The model, and where each part comes from:
+
+- **Arrivals** are a renewal process with gamma gaps (`gap_cv`; 1 is Poisson) under a rate curve
+  over the trace's time, rounded down to a clock grid where the source has one (Mooncake: 3 s).
+- **Trunks** are the shared system prompts: prefix chains that at least 1 % of requests open with.
+- **Strata** are classes of requests. Requests that continue nothing are split by trunk; those
+  that continue an earlier one are split by the time since that prefix was last used. Each
+  stratum has quantile tables of its variables, tied together by a Gaussian copula.
+- A **continuing** request draws the time to reuse, the matched depth, how much of the match only
+  one request used before, and the new tokens; the compiled kernel then finds the earlier request
+  that fits. Sessions grow turn by turn because most matches end where a prompt ended.
+
+A reuse whose time reaches back before the trace's start cannot be seen in a trace, and the less
+so the longer it is: the fit corrects the shares for that, and synthesis turns such requests
+into ones that continue nothing. So a longer synthesised trace has the same head as a short one.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from traces.trace import Trace, TraceError
+
+# Dense where distributions bend: both tails.
+LEVELS = (
+    *(0.0, 0.01, 0.025),
+    *(round(0.05 * k, 2) for k in range(1, 19)),
+    *(0.92, 0.94, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.9925, 0.995, 0.9975, 0.999, 1.0),
+)
+TRUNK_SHARE = 0.01
+TRUNK_USES = 8
+OWN_STRATUM_SHARE = 0.02
+GAP_STRATA = 8
+RATE_SEGMENTS = 20
+SEARCH_REACH = 64
+BUILTIN_NAMES = ("conversation", "toolagent", "synthetic")
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Arrivals(_Part):
+    """When requests come."""
+
+    rate: float = Field(gt=0, description="requests per second, mean")
+    gap_cv: float = Field(gt=0, description="coefficient of variation of gaps; 1 is Poisson")
+    tick_s: float | None = Field(default=None, gt=0, description="clock grid, seconds")
+    curve: list[float] = Field(min_length=1, description="rate over time, relative to the mean")
+    segment_s: float = Field(gt=0, description="seconds per entry of `curve`; it repeats")
+
+
+class Trunk(_Part):
+    """A shared system prompt, as ranges [start, stop) over the profile's trunk blocks."""
+
+    path: list[tuple[int, int]] = Field(default=[])
+
+    def blocks(self) -> list[int]:
+        return [block for start, stop in self.path for block in range(start, stop)]
+
+
+class Stratum(_Part):
+    """A class of requests: share of all, quantile tables over `LEVELS`, copula correlations.
+
+    Variables in the copula's order: `input_tokens, output_tokens` for requests that continue
+    nothing; `gap_s, matched, once, tail, new_tokens, output_tokens` for those that do.
+    """
+
+    share: float = Field(ge=0, le=1)
+    continues: bool
+    trunk_shares: dict[int, float] = Field(description="trunk index -> share within the stratum")
+    tables: dict[str, list[float]]
+    correlation: list[list[float]]
+
+    @model_validator(mode="after")
+    def _complete(self) -> Stratum:
+        want = CONTINUING if self.continues else FRESH
+        if tuple(self.tables) != want:
+            raise ValueError(f"tables must be {', '.join(want)}, in this order")
+        for label, table in self.tables.items():
+            if len(table) != len(LEVELS) or any(np.diff(table) < 0):
+                raise ValueError(f"table {label}: expected {len(LEVELS)} ascending values")
+        if [len(row) for row in self.correlation] != [len(want)] * len(want):
+            raise ValueError(f"correlation must be {len(want)} x {len(want)}")
+        return self
+
+
+FRESH = ("input_tokens", "output_tokens")
+CONTINUING = ("gap_s", "matched", "once", "tail", "new_tokens", "output_tokens")
+
+
+class WorkloadProfile(_Part):
+    """A workload to sample traces from; see the module's text for the model."""
+
+    version: Literal[1] = 1
+    name: str
+    source: str = Field(default="", description="what the profile was fitted to")
+    block_tokens: int = Field(ge=1)
+    n_requests: int = Field(ge=1, description="default length of a synthesised trace")
+    max_input_tokens: int = Field(ge=1)
+    arrivals: Arrivals
+    trunks: list[Trunk] = Field(min_length=1, description="trunk 0 may be empty")
+    strata: list[Stratum] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> WorkloadProfile:
+        total = sum(s.share for s in self.strata)
+        if abs(total - 1) > 1e-3:
+            raise ValueError(f"the strata's shares sum to {total:.4f}, expected 1")
+        if all(s.continues for s in self.strata):
+            raise ValueError("no stratum of requests that continue nothing")
+        for stratum in self.strata:
+            if not set(stratum.trunk_shares) <= set(range(len(self.trunks))):
+                raise ValueError("a stratum names a trunk that the profile lacks")
+        return self
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return str(
+            yaml.safe_dump(self.model_dump(), sort_keys=False, default_flow_style=None, width=98)
+        )
+
+    @classmethod
+    def from_yaml(cls, text: str, file: str | Path | None = None) -> WorkloadProfile:
+        """Parse YAML (or JSON, which is YAML).
+
+        Raises:
+            TraceError: naming the file and the first bad field.
+        """
+        import yaml
+
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+        try:
+            return cls.model_validate(yaml.load(text, Loader=loader))
+        except yaml.YAMLError as error:
+            mark = getattr(error, "problem_mark", None)
+            raise TraceError(
+                f"not YAML ({getattr(error, 'problem', error)})",
+                file=file,
+                line=None if mark is None else mark.line + 1,
+                expected="a workload profile",
+            ) from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise TraceError(
+                f"{first['msg']}",
+                file=file,
+                field=".".join(str(part) for part in first["loc"]) or None,
+                expected="a workload profile, as `python -m traces fit` writes it",
+            ) from None
+
+
+# -- fitting ----------------------------------------------------------------------------------
+
+
+def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
+    """Measure a profile from a trace (see the module's text).
+
+    Raises:
+        TraceError: fewer than two requests, or all at one time.
+    """
+    n = trace.n_requests
+    if n < 2 or trace.duration_s <= 0:
+        raise TraceError(
+            f"cannot fit {n} requests over {trace.duration_s:g} s",
+            expected="two or more requests at different times",
+        )
+    trunks, trunk_of, depth, matched, covered, owner = _prefix_reuse(trace)
+    since_s = trace.arrival_s - trace.arrival_s[0]
+    rows = np.arange(n)
+    continuing = (owner >= 0) & (owner < rows)
+    gap_s = np.where(continuing, trace.arrival_s - trace.arrival_s[owner], 0.0)
+    # A reuse of gap g shows only for requests that came g or more after the start.
+    seen = n - np.searchsorted(since_s, gap_s, side="left")
+    weight = np.where(continuing, n / np.maximum(seen, 0.05 * n), 0.0)
+
+    b = trace.block_tokens
+    n_blocks = np.diff(trace.block_offsets)
+    variables = {
+        "input_tokens": trace.input_tokens.astype(np.float64),
+        "output_tokens": trace.output_tokens.astype(np.float64),
+        "gap_s": gap_s,
+        "matched": matched.astype(np.float64),
+        "once": (matched - covered) / np.maximum(matched, 1),
+        "tail": (n_blocks[owner] - depth - matched).clip(0).astype(np.float64),
+        "new_tokens": trace.input_tokens - b * (depth + matched).astype(np.float64),
+    }
+    strata: list[Stratum] = []
+    if continuing.any():
+        chosen = np.flatnonzero(continuing)
+        order = chosen[np.argsort(gap_s[chosen], kind="stable")]
+        parts = max(1, min(GAP_STRATA, len(order) // 25))
+        for rows_of in np.array_split(order, parts):
+            share = float(weight[rows_of].sum() / n)
+            strata.append(_stratum(variables, rows_of, share, True, trunk_of))
+    reuse_share = min(sum(s.share for s in strata), 0.98)
+    if strata and sum(s.share for s in strata) > 0.98:
+        factor = reuse_share / sum(s.share for s in strata)
+        strata = [s.model_copy(update={"share": s.share * factor}) for s in strata]
+    fresh = np.flatnonzero(~continuing)
+    groups = [fresh[trunk_of[fresh] == k] for k in range(len(trunks))]
+    small = [g for g in groups if 0 < len(g) < OWN_STRATUM_SHARE * n]
+    large = [g for g in groups if len(g) >= OWN_STRATUM_SHARE * n]
+    for rows_of in large + ([np.concatenate(small)] if small else []):
+        share = (1 - reuse_share) * len(rows_of) / len(fresh)
+        strata.append(_stratum(variables, rows_of, share, False, trunk_of))
+    return WorkloadProfile(
+        name=name or trace.name or "fitted",
+        source=f"fitted to {n} requests, sha256 {trace.checksum}",
+        block_tokens=b,
+        n_requests=n,
+        max_input_tokens=int(trace.input_tokens.max()),
+        arrivals=_fit_arrivals(since_s),
+        trunks=trunks,
+        strata=strata,
+    )
+
+
+def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, Ints]:
+    n = trace.n_requests
+    zeros = np.zeros(n, np.int64)
+    if not trace.has_blocks:
+        return [Trunk()], zeros, zeros, zeros, zeros, zeros - 1
+    from traces import kernels
+
+    counts = kernels.use_counts(trace.block_ids, trace.n_distinct_blocks)
+    popular = counts >= max(TRUNK_USES, TRUNK_SHARE * n)
+    depth, matched, covered, owner = kernels.walk_prefixes(
+        trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, popular
+    )
+    # A trunk is named by its last block: ids are chained, so that tells the whole path.
+    last = np.where(depth > 0, trace.block_ids[trace.block_offsets[:-1] + depth - 1], -1)
+    ends, first_row, trunk_of = np.unique(last, return_index=True, return_inverse=True)
+    number: dict[int, int] = {}
+    trunks = []
+    for row in first_row:
+        path = [number.setdefault(int(x), len(number)) for x in trace.blocks(row)[: depth[row]]]
+        trunks.append(Trunk(path=_as_ranges(path)))
+    return trunks, trunk_of.astype(np.int64), depth, matched, covered, owner
+
+
+def _as_ranges(path: list[int]) -> list[tuple[int, int]]:
+    ranges: list[tuple[int, int]] = []
+    for block in path:
+        if ranges and ranges[-1][1] == block:
+            ranges[-1] = (ranges[-1][0], block + 1)
+        else:
+            ranges.append((block, block + 1))
+    return ranges
+
+
+def _stratum(
+    variables: dict[str, Floats], rows: Ints, share: float, continues: bool, trunk_of: Ints
+) -> Stratum:
+    labels = CONTINUING if continues else FRESH
+    columns = [variables[label][rows] for label in labels]
+    trunks, uses = np.unique(trunk_of[rows], return_counts=True)
+    return Stratum(
+        share=round(share, 6),
+        continues=continues,
+        trunk_shares={int(k): round(float(u) / len(rows), 6) for k, u in zip(trunks, uses)},
+        tables={label: _quantiles(c) for label, c in zip(labels, columns)},
+        correlation=_normal_correlation(columns),
+    )
+
+
+def _quantiles(values: Floats) -> list[float]:
+    table = np.quantile(values, LEVELS)
+    return [float(f"{v:.6g}") for v in np.maximum.accumulate(table)]
+
+
+def _normal_correlation(columns: list[Floats]) -> list[list[float]]:
+    """Correlation of the columns' normal scores (average ranks for ties)."""
+    from scipy.special import ndtri
+    from scipy.stats import rankdata
+
+    n = len(columns[0])
+    scores = np.stack([ndtri((rankdata(c) - 0.5) / n) for c in columns])
+    scores -= scores.mean(axis=1, keepdims=True)
+    norm = np.sqrt((scores**2).sum(axis=1))
+    norm[norm == 0] = 1
+    matrix = (scores @ scores.T) / np.outer(norm, norm)
+    np.fill_diagonal(matrix, 1.0)
+    return [[round(float(v), 3) for v in row] for row in matrix]
+
+
+def _fit_arrivals(since_s: Floats) -> Arrivals:
+    n, duration_s = len(since_s), float(since_s[-1])
+    ticks = np.unique(since_s)
+    gaps = np.diff(ticks)
+    tick_s = None
+    # Several requests per timestamp and near-equal gaps: a clock grid.
+    if len(ticks) >= 10 and n > 1.5 * len(ticks):
+        step = float(np.median(gaps))
+        if step > 0 and np.mean(np.abs(gaps / step - np.rint(gaps / step)) < 0.02) > 0.95:
+            tick_s = round(step, 3)
+    span_s = duration_s + (tick_s or 0.0)
+    segments = int(np.clip(n // 100, 1, RATE_SEGMENTS))
+    counts, _ = np.histogram(since_s, bins=segments, range=(0.0, span_s))
+    curve = counts / counts.mean()
+    # Time in which the rate is constant; the spread of gaps there is the burstiness.
+    at = np.linspace(0, span_s, segments + 1)
+    flat = np.interp(since_s, at, np.concatenate([[0.0], np.cumsum(counts)]))
+    if tick_s is None:
+        steps = np.diff(flat)
+        gap_cv = float(steps.std() / steps.mean())
+    else:
+        # Requests per tick have a variance of gap_cv**2 times their mean (renewal theory).
+        number = np.rint(since_s / tick_s).astype(np.int64)
+        per_tick = np.bincount(number).astype(np.float64)
+        expected = np.diff(np.interp(np.arange(len(per_tick) + 1) * tick_s, at, np.append(0, np.cumsum(counts))))
+        residual = per_tick - expected
+        gap_cv = float(np.sqrt((residual**2).mean() / per_tick.mean()))
+    return Arrivals(
+        rate=round(n / duration_s, 6),
+        gap_cv=round(min(max(gap_cv, 0.05), 20.0), 4),
+        tick_s=tick_s,
+        curve=[round(float(c), 4) for c in curve],
+        segment_s=round(span_s / segments, 4),
+    )
+
+
+# -- sampling ---------------------------------------------------------------------------------
+
+
+def synthesize(
+    profile: WorkloadProfile,
+    *,
+    n_requests: int | None = None,
+    duration_s: float | None = None,
+    seed: int = 0,
+    rate: float | None = None,
+    name: str | None = None,
+) -> Trace:
+    """A new trace from a profile; the same arguments give the same trace.
+
+    Args:
+        n_requests: how many; or `duration_s`: how long. Default: as many as the profile's source.
+        seed: of every random draw.
+        rate: requests per second, default the profile's. More users, not hastier ones: the times
+            between a session's turns stay.
+
+    Raises:
+        TraceError: contradictory or impossible arguments.
+    """
+    rate = profile.arrivals.rate if rate is None else rate
+    if not (np.isfinite(rate) and rate > 0):
+        raise TraceError(f"rate {rate}", expected="requests per second > 0")
+    if n_requests is not None and duration_s is not None:
+        raise TraceError("both n_requests and duration_s", expected="one of them")
+    if duration_s is not None:
+        if not (np.isfinite(duration_s) and duration_s > 0):
+            raise TraceError(f"duration_s {duration_s}", expected="seconds > 0")
+        n_requests = max(1, round(duration_s * rate))
+    n = profile.n_requests if n_requests is None else n_requests
+    if n < 1:
+        raise TraceError(f"n_requests {n}", expected="an integer >= 1")
+    rng = np.random.default_rng(seed)
+    arrival_s = _sample_arrivals(profile.arrivals, n, rate, rng)
+    draw = _sample_requests(profile, arrival_s, rng)
+    return _grow(profile, arrival_s, draw, name or profile.name)
+
+
+def _sample_arrivals(arrivals: Arrivals, n: int, rate: float, rng: np.random.Generator) -> Floats:
+    """float64[n], from 0 to about n / rate."""
+    if n == 1:
+        return np.zeros(1)
+    shape = 1 / arrivals.gap_cv**2
+    work = np.cumsum(rng.gamma(shape, 1 / shape, n))
+    work = (work - work[0]) / (work[-1] - work[0])
+    duration_s = n / rate
+    # The expected count up to each time, from the rate curve repeated as long as needed.
+    segments = int(np.ceil(duration_s / arrivals.segment_s))
+    curve = np.resize(np.asarray(arrivals.curve), segments)
+    edges = np.minimum(np.arange(segments + 1) * arrivals.segment_s, duration_s)
+    expected = np.concatenate([[0.0], np.cumsum(curve * np.diff(edges))])
+    arrival_s = np.interp(work * expected[-1], expected, edges)
+    if arrivals.tick_s is not None:
+        # The last request would open a tick of its own.
+        last = np.nextafter(duration_s, 0)
+        arrival_s = np.floor(np.minimum(arrival_s, last) / arrivals.tick_s) * arrivals.tick_s
+    return np.round(arrival_s, 6)
+
+
+def _sample_requests(
+    profile: WorkloadProfile, arrival_s: Floats, rng: np.random.Generator
+) -> dict[str, NDArray[Any]]:
+    """Trunk, lengths and wanted reuse of every request."""
+    n = len(arrival_s)
+    strata = profile.strata
+    of = _by_share([s.share for s in strata], n, rng)
+    out: dict[str, NDArray[Any]] = {
+        "trunk": np.zeros(n, np.int64),
+        "input_tokens": np.ones(n),
+        "output_tokens": np.ones(n),
+        "gap_s": np.full(n, -1.0),
+        "matched": np.zeros(n),
+        "once": np.zeros(n),
+        "tail": np.zeros(n),
+        "new_tokens": np.zeros(n),
+    }
+    lengths = np.array([len(t.blocks()) for t in profile.trunks], np.int64)
+    b = profile.block_tokens
+    since_s = arrival_s - arrival_s[0]
+    fresh = [k for k, s in enumerate(strata) if not s.continues]
+    for k, stratum in enumerate(strata):
+        if not stratum.continues:
+            continue
+        rows = np.flatnonzero(of == k)
+        # The time to reuse comes first: where it reaches before the start, there is none.
+        latent = _copula(stratum, len(rows), rng)
+        gap_s = np.interp(latent[0], LEVELS, stratum.tables["gap_s"])
+        lost = gap_s > since_s[rows]
+        of[rows[lost]] = -1
+        kept = rows[~lost]
+        latent = np.stack([_even(u[~lost]) for u in latent]) if len(kept) else latent[:, ~lost]
+        for label, u in zip(CONTINUING[1:], latent[1:]):
+            out[label][kept] = np.interp(u, LEVELS, stratum.tables[label])
+        out["gap_s"][kept] = gap_s[~lost]
+        out["matched"][kept] = np.maximum(np.rint(out["matched"][kept]), 1)
+        trunk = _labels(stratum.trunk_shares, len(kept), rng)
+        out["trunk"][kept] = trunk
+        least = (lengths[trunk] + out["matched"][kept] - 1) * b + 1
+        tokens = (lengths[trunk] + out["matched"][kept]) * b + np.rint(out["new_tokens"][kept])
+        out["input_tokens"][kept] = np.maximum(tokens, least)
+    lost_rows = np.flatnonzero(of == -1)
+    shares = np.array([strata[k].share for k in fresh])
+    of[lost_rows] = np.array(fresh)[_by_share(shares / shares.sum(), len(lost_rows), rng)]
+    for k in fresh:
+        rows = np.flatnonzero(of == k)
+        stratum = strata[k]
+        for label, u in zip(FRESH, _copula(stratum, len(rows), rng)):
+            out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
+        trunk = _labels(stratum.trunk_shares, len(rows), rng)
+        out["trunk"][rows] = trunk
+        least = np.maximum((lengths[trunk] - 1) * b + 1, 1)
+        out["input_tokens"][rows] = np.maximum(np.rint(out["input_tokens"][rows]), least)
+    most = profile.max_input_tokens
+    out["input_tokens"] = np.clip(out["input_tokens"], 1, most).astype(np.int64)
+    out["output_tokens"] = np.maximum(np.rint(out["output_tokens"]), 1).astype(np.int64)
+    return out
+
+
+def _by_share(shares: Any, n: int, rng: np.random.Generator) -> Ints:
+    """int64[n] of class numbers, in shares as exact as whole numbers allow, shuffled."""
+    edges = np.cumsum(np.asarray(shares, np.float64))
+    # One random shift for all: systematic sampling keeps every class within one of its share.
+    at = (np.arange(n) + rng.random()) / n * edges[-1] if n else np.zeros(0)
+    classes = np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1)
+    return rng.permutation(classes.astype(np.int64))
+
+
+def _labels(shares: dict[int, float], n: int, rng: np.random.Generator) -> Ints:
+    keys = np.array(list(shares), np.int64)
+    return keys[_by_share(list(shares.values()), n, rng)]
+
+
+def _even(values: Floats) -> Floats:
+    """The same order, on evenly spread levels in (0, 1): no luck of the draw in the margins."""
+    n = len(values)
+    out = np.empty(n)
+    out[np.argsort(values, kind="stable")] = (np.arange(n) + 0.5) / n
+    return out
+
+
+def _copula(stratum: Stratum, n: int, rng: np.random.Generator) -> Floats:
+    """float64[variables, n] of levels in (0, 1), correlated as the stratum says."""
+    matrix = np.asarray(stratum.correlation, np.float64)
+    values, vectors = np.linalg.eigh(matrix)
+    root = vectors * np.sqrt(np.maximum(values, 0))
+    normal = root @ rng.standard_normal((len(matrix), n))
+    return np.stack([_even(row) for row in normal])
+
+
+def _grow(
+    profile: WorkloadProfile, arrival_s: Floats, draw: dict[str, NDArray[Any]], name: str
+) -> Trace:
+    from traces import kernels
+
+    n_blocks = -(-draw["input_tokens"] // profile.block_tokens)
+    offsets = np.concatenate([[0], np.cumsum(n_blocks)]).astype(np.int64)
+    if offsets[-1] >= 2**31:
+        raise TraceError(
+            f"{offsets[-1]} blocks in all", expected="below 2**31", hint="ask for fewer requests"
+        )
+    paths = [t.blocks() for t in profile.trunks]
+    path_offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])]).astype(np.int64)
+    flat = np.array([x for p in paths for x in p], np.int64)
+    ids, session, _ = kernels.grow_prefix_tree(
+        arrival_s,
+        offsets,
+        draw["trunk"],
+        path_offsets,
+        flat,
+        int(flat.max(initial=-1)) + 1,
+        draw["gap_s"],
+        draw["matched"].astype(np.int64),
+        draw["once"],
+        np.rint(draw["tail"]).astype(np.int64),
+        SEARCH_REACH,
+    )
+    return Trace(
+        arrival_s=arrival_s,
+        input_tokens=draw["input_tokens"].astype(np.int32),
+        output_tokens=draw["output_tokens"].astype(np.int32),
+        block_offsets=offsets,
+        block_ids=ids,
+        block_tokens=profile.block_tokens,
+        session_id=session,
+        name=name,
+    )
+
+
+def synthesise_blocks(trace: Trace, profile: WorkloadProfile, seed: int = 0) -> Trace:
+    """Invented sessions for a trace that has none: arrivals and lengths stay, blocks are drawn.
+
+    Which requests continue which, and after what time, follow the profile; the matched part of a
+    prompt is the profile's share of it, since the lengths are the trace's own.
+    """
+    rng = np.random.default_rng(seed)
+    draw = _sample_requests(profile, trace.arrival_s, rng)
+    lengths = np.array([len(t.blocks()) for t in profile.trunks], np.int64)
+    own = -(-trace.input_tokens.astype(np.int64) // profile.block_tokens)
+    beyond = np.maximum(own - lengths[draw["trunk"]], 0)
+    drawn = -(-draw["input_tokens"] // profile.block_tokens) - lengths[draw["trunk"]]
+    share = draw["matched"] / np.maximum(drawn, 1)
+    draw["matched"] = np.rint(np.minimum(share, 1) * beyond)
+    draw["input_tokens"] = trace.input_tokens.astype(np.int64)
+    draw["output_tokens"] = trace.output_tokens.astype(np.int64)
+    return _grow(profile, trace.arrival_s, draw, trace.name)
+
+
+# -- profiles by name -------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=8)
+def _shipped(name: str) -> WorkloadProfile:
+    resource = files("traces") / "profiles" / f"{name}.yaml"
+    return WorkloadProfile.from_yaml(resource.read_text(encoding="utf-8"), file=f"{name}.yaml")
+
+
+def profile(name_or_path: str | Path) -> WorkloadProfile:
+    """A built-in profile by name (`conversation`, `toolagent`, `synthetic`) or a YAML file.
+
+    Raises:
+        TraceError: no such profile or file, or a bad field in it.
+    """
+    text = str(name_or_path).removeprefix("builtin:")
+    if text in BUILTIN_NAMES:
+        return _shipped(text)
+    path = Path(text)
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, IsADirectoryError):
+        raise TraceError(
+            f"no workload profile {text!r}",
+            expected=f"one of {', '.join(BUILTIN_NAMES)}, or a YAML file",
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise TraceError(f"cannot be read ({error})", file=path) from None
+    return WorkloadProfile.from_yaml(content, file=path)
+
+
+def builtin(
+    name: str,
+    seed: int = 0,
+    n_requests: int | None = None,
+    *,
+    duration_s: float | None = None,
+    rate: float | None = None,
+) -> Trace:
+    """A synthesised stand-in for one of Mooncake's released traces; needs no download.
+
+    Raises:
+        TraceError: no such workload.
+    """
+    if name not in BUILTIN_NAMES:
+        raise TraceError(f"no built-in workload {name!r}", expected=", ".join(BUILTIN_NAMES))
+    return synthesize(
+        _shipped(name), n_requests=n_requests, duration_s=duration_s, seed=seed, rate=rate
+    )
