@@ -541,7 +541,7 @@ class ReferenceCluster:
         h = j * self._block_bytes() / self.prefill[p].x["h2d_bytes_per_s"]
         if h > c:
             self.seen["load longer than compute"] += 1
-        return max(c, h) + min(c, h) / int(self.x["layers"])
+        return float(max(c, h) + min(c, h) / self.x["layers"])
 
     def _holder(self, p: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Section "Holder": the instance and its ready_k; (-1, 0) when p is alone."""
