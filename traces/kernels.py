@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+W_GAP, W_USES, W_ONCE, W_SHORT, W_TAIL, W_WHOLE = 1.0, 0.5, 3.0, 12.0, 1.0, 6.0
+
 NEVER = np.int64(1) << 62
 """Stack distance of a block that no cache, however large, can hold: its first use."""
 
@@ -152,14 +154,17 @@ def walk_prefixes(offsets, ids, n_distinct, popular):
         popular: bool[n_distinct], blocks that belong to a shared system prompt (a trunk).
 
     Returns, int64[N] each: depth of the trunk (leading popular blocks), matched blocks beyond it,
-    how many of the matched were used by two or more requests already, and the request that last
-    touched the deepest matched block (-1: nothing matched).
+    how many of the matched were used by two or more requests already, earlier uses of the deepest
+    matched block, the request that last touched it (-1: nothing matched), and whether that one
+    was the last to touch the first matched block, too.
     """
     n = len(offsets) - 1
     trunk = np.zeros(n, np.int64)
     matched = np.zeros(n, np.int64)
     covered = np.zeros(n, np.int64)
+    uses = np.zeros(n, np.int64)
     owner = np.full(n, -1, np.int64)
+    whole = np.zeros(n, np.bool_)
     count = np.zeros(n_distinct, np.int64)
     toucher = np.full(n_distinct, -1, np.int64)
     for i in range(n):
@@ -176,15 +181,29 @@ def walk_prefixes(offsets, ids, n_distinct, popular):
         matched[i] = at - depth
         if at > depth:
             owner[i] = toucher[ids[at - 1]]
+            uses[i] = count[ids[at - 1]]
+            whole[i] = toucher[ids[depth]] == owner[i]
         for k in range(start, stop):
             count[ids[k]] += 1
             toucher[ids[k]] = i
-    return trunk, matched, covered, owner
+    return trunk, matched, covered, uses, owner, whole
 
 
 @njit(cache=True)
 def grow_prefix_tree(
-    arrival_s, offsets, trunk, path_offsets, paths, n_trunk_blocks, gap_s, matched, once, tail, reach
+    arrival_s,
+    offsets,
+    trunk,
+    path_offsets,
+    paths,
+    n_trunk_blocks,
+    gap_s,
+    matched,
+    uses,
+    once,
+    tail,
+    whole,
+    reach,
 ):
     """Lay the blocks of a synthesised trace: which earlier request each request extends.
 
@@ -202,19 +221,22 @@ def grow_prefix_tree(
         gap_s: float64[N], wanted time since the last use of the deepest matched block; negative
             for a request that continues nothing.
         matched: int64[N], wanted matched blocks beyond the trunk.
+        uses: float64[N], wanted earlier uses of the deepest matched block.
         once: float64[N], wanted share of those that only one request used before.
         tail: int64[N], wanted blocks of the continued request beyond the match.
+        whole: bool[N], whether the continued request shall be the last to have touched any of the
+            matched blocks, rather than only the deepest (no other branch was used since).
         reach: requests looked at on either side of the wanted time, at first.
 
-    Returns: block ids int32[M] in order of first appearance, session ids int32[N], depth matched
-    beyond the trunk int64[N].
+    Returns: block ids int32[M] in order of first appearance, session ids int32[N].
     """
     n = len(arrival_s)
-    ids = np.empty(offsets[n], np.int32)
-    toucher = np.full(offsets[n], -1, np.int64)
+    room = offsets[n]
+    ids = np.empty(room, np.int32)
+    toucher = np.full(room, -1, np.int64)
     session = np.empty(n, np.int32)
-    depth = np.zeros(n, np.int64)
     shared = np.zeros(n, np.int64)
+    used = np.zeros(room, np.int32)
     named = np.full(n_trunk_blocks, -1, np.int32)
     issued = np.int32(0)
     sessions = np.int32(0)
@@ -245,12 +267,20 @@ def grow_prefix_tree(
                         continue
                     got = min(want, beyond)
                     known = min(shared[j], got)
-                    cost = abs(j - aim) / (8.0 + span)
-                    cost += 1.5 * abs((got - known) / got - once[i])
-                    cost += 6.0 * (want - got) / want
-                    cost += abs(beyond - got - tail[i]) / (2.0 + got + tail[i])
+                    cost = W_GAP * abs(np.log((i - j) / span))
+                    cost += W_ONCE * abs((got - known) / got - once[i])
+                    cost += W_SHORT * (want - got) / want
+                    cost += W_TAIL * abs(np.log((1.0 + beyond - got) / (1.0 + tail[i])))
                     # A later request that went as deep holds the newer use of that block.
-                    if cost < best_cost and toucher[ids[offsets[j] + base + got - 1]] == j:
+                    if cost >= best_cost:
+                        continue
+                    deepest = ids[offsets[j] + base + got - 1]
+                    if toucher[deepest] != j:
+                        continue
+                    if (toucher[ids[offsets[j] + base]] == j) != whole[i]:
+                        cost += W_WHOLE
+                    cost += W_USES * abs(np.log(used[deepest] / uses[i]))
+                    if cost < best_cost:
                         best, best_cost, best_depth = np.int64(j), cost, got
                 if (best >= 0 and best_depth == want) or width >= 16 * reach or width >= i:
                     break
@@ -261,7 +291,6 @@ def grow_prefix_tree(
             for _ in range(best_depth):
                 ids[at] = ids[at + shift]
                 at += 1
-            depth[i] = best_depth
             shared[i] = best_depth
             if shared[best] < best_depth:
                 shared[best] = best_depth
@@ -274,4 +303,5 @@ def grow_prefix_tree(
             at += 1
         for k in range(offsets[i], stop):
             toucher[ids[k]] = i
-    return ids, session, depth
+            used[ids[k]] += 1
+    return ids, session

@@ -5,20 +5,25 @@ The model, and where each part comes from:
 - **Arrivals** are a renewal process with gamma gaps (`gap_cv`; 1 is Poisson) under a rate curve
   over the trace's time, rounded down to a clock grid where the source has one (Mooncake: 3 s).
 - **Trunks** are the shared system prompts: prefix chains that at least 1 % of requests open with.
-- **Strata** are classes of requests. Requests that continue nothing are split by trunk; those
-  that continue an earlier one are split by the time since that prefix was last used. Each
-  stratum has quantile tables of its variables, tied together by a Gaussian copula.
-- A **continuing** request draws the time to reuse, the matched depth, how much of the match only
-  one request used before, and the new tokens; the compiled kernel then finds the earlier request
-  that fits. Sessions grow turn by turn because most matches end where a prompt ended.
+- **Strata** are classes of requests: `fresh` ones continue nothing; `extends` continue a prefix
+  whose deepest block one request used before (a conversation that grows); `rereads` come back to
+  a prefix that several used (a document asked about again). Fresh ones are split by trunk, the
+  others by the time since their prefix was last used. Each stratum has quantile tables of its
+  variables, tied together by a Gaussian copula.
+- A **continuing** request draws the time to reuse, the matched depth, how often that was used
+  before, and the new tokens; the compiled kernel then finds the earlier request that fits.
+  Sessions grow turn by turn because most matches end where a prompt ended.
 
-A reuse whose time reaches back before the trace's start cannot be seen in a trace, and the less
-so the longer it is: the fit corrects the shares for that, and synthesis turns such requests
-into ones that continue nothing. So a longer synthesised trace has the same head as a short one.
+A reuse whose time reaches back before the trace's start cannot be seen in it, so a trace starts
+with less reuse than it ends with. The model has both parts: the propensity to continue
+(`reuse_curve`, over the trace's length) times the chance that the time to reuse fits into the
+time since the start. A longer synthesised trace therefore warms up no slower than a short one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -39,9 +44,12 @@ LEVELS = (
 TRUNK_SHARE = 0.01
 TRUNK_USES = 8
 OWN_STRATUM_SHARE = 0.02
-GAP_STRATA = 8
+GAP_STRATA = 6
 RATE_SEGMENTS = 20
-SEARCH_REACH = 64
+SEARCH_REACH = 128
+CALIBRATED_REQUESTS = 100_000
+CALIBRATION_ROUNDS = 8
+DEBUG = 0
 BUILTIN_NAMES = ("conversation", "toolagent", "synthetic")
 
 Floats = NDArray[np.float64]
@@ -71,22 +79,34 @@ class Trunk(_Part):
         return [block for start, stop in self.path for block in range(start, stop)]
 
 
-class Stratum(_Part):
-    """A class of requests: share of all, quantile tables over `LEVELS`, copula correlations.
+Kind = Literal["fresh", "extends", "rereads"]
+CONTINUING: tuple[Kind, ...] = ("extends", "rereads")
+FRESH_VARIABLES = ("input_tokens", "output_tokens")
+REUSE_VARIABLES = ("gap_s", "covered", "once", "uses", "tail", "new_tokens", "output_tokens")
 
-    Variables in the copula's order: `input_tokens, output_tokens` for requests that continue
-    nothing; `gap_s, matched, once, tail, new_tokens, output_tokens` for those that do.
+
+class Stratum(_Part):
+    """A class of requests: quantile tables over `LEVELS`, and their copula's correlations.
+
+    Variables, in the copula's order. Fresh: `input_tokens, output_tokens`. Others: `gap_s` (time
+    since the last use of the deepest matched block), `covered` and `once` (matched blocks
+    beyond the trunk that two or more, or just one request used before), `uses` (of the deepest
+    one before), `tail` (blocks of the continued request beyond the match), `new_tokens`,
+    `output_tokens`.
     """
 
-    share: float = Field(ge=0, le=1)
-    continues: bool
+    kind: Kind
+    share: float = Field(ge=0, le=1, description="of the fresh, or of the continuing requests")
+    whole: float = Field(
+        default=1.0, ge=0, le=1, description="share whose match no other branch touched since"
+    )
     trunk_shares: dict[int, float] = Field(description="trunk index -> share within the stratum")
     tables: dict[str, list[float]]
     correlation: list[list[float]]
 
     @model_validator(mode="after")
     def _complete(self) -> Stratum:
-        want = CONTINUING if self.continues else FRESH
+        want = FRESH_VARIABLES if self.kind == "fresh" else REUSE_VARIABLES
         if tuple(self.tables) != want:
             raise ValueError(f"tables must be {', '.join(want)}, in this order")
         for label, table in self.tables.items():
@@ -95,10 +115,6 @@ class Stratum(_Part):
         if [len(row) for row in self.correlation] != [len(want)] * len(want):
             raise ValueError(f"correlation must be {len(want)} x {len(want)}")
         return self
-
-
-FRESH = ("input_tokens", "output_tokens")
-CONTINUING = ("gap_s", "matched", "once", "tail", "new_tokens", "output_tokens")
 
 
 class WorkloadProfile(_Part):
@@ -112,19 +128,34 @@ class WorkloadProfile(_Part):
     max_input_tokens: int = Field(ge=1)
     arrivals: Arrivals
     trunks: list[Trunk] = Field(min_length=1, description="trunk 0 may be empty")
+    reuse_curve: list[float] = Field(
+        min_length=1, description="propensity to continue, over equal parts of the trace"
+    )
+    once_scale: float = Field(
+        default=1.0, gt=0, description="factor on `once` within the matched blocks (calibration)"
+    )
     strata: list[Stratum] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _consistent(self) -> WorkloadProfile:
-        total = sum(s.share for s in self.strata)
-        if abs(total - 1) > 1e-3:
-            raise ValueError(f"the strata's shares sum to {total:.4f}, expected 1")
-        if all(s.continues for s in self.strata):
-            raise ValueError("no stratum of requests that continue nothing")
+        for label, part in (("fresh", self.fresh), ("continuing", self.continuing)):
+            total = sum(s.share for s in part)
+            if (part or label == "fresh") and abs(total - 1) > 1e-3:
+                raise ValueError(f"shares of the {label} strata sum to {total:.4f}, expected 1")
+        if not all(0 <= p <= 1 for p in self.reuse_curve):
+            raise ValueError("reuse_curve: expected propensities from 0 to 1")
         for stratum in self.strata:
             if not set(stratum.trunk_shares) <= set(range(len(self.trunks))):
                 raise ValueError("a stratum names a trunk that the profile lacks")
         return self
+
+    @property
+    def fresh(self) -> list[Stratum]:
+        return [s for s in self.strata if s.kind == "fresh"]
+
+    @property
+    def continuing(self) -> list[Stratum]:
+        return [s for s in self.strata if s.kind != "fresh"]
 
     def to_yaml(self) -> str:
         import yaml
@@ -178,46 +209,48 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
             f"cannot fit {n} requests over {trace.duration_s:g} s",
             expected="two or more requests at different times",
         )
-    trunks, trunk_of, depth, matched, covered, owner = _prefix_reuse(trace)
+    trunks, trunk_of, depth, matched, covered, uses, owner, whole = _prefix_reuse(trace)
     since_s = trace.arrival_s - trace.arrival_s[0]
     rows = np.arange(n)
     continuing = (owner >= 0) & (owner < rows)
     gap_s = np.where(continuing, trace.arrival_s - trace.arrival_s[owner], 0.0)
-    # A reuse of gap g shows only for requests that came g or more after the start.
-    seen = n - np.searchsorted(since_s, gap_s, side="left")
-    weight = np.where(continuing, n / np.maximum(seen, 0.05 * n), 0.0)
-
     b = trace.block_tokens
     n_blocks = np.diff(trace.block_offsets)
     variables = {
         "input_tokens": trace.input_tokens.astype(np.float64),
         "output_tokens": trace.output_tokens.astype(np.float64),
         "gap_s": gap_s,
-        "matched": matched.astype(np.float64),
-        "once": (matched - covered) / np.maximum(matched, 1),
+        "covered": covered.astype(np.float64),
+        "uses": np.maximum(uses, 1).astype(np.float64),
+        "once": (matched - covered).astype(np.float64),
         "tail": (n_blocks[owner] - depth - matched).clip(0).astype(np.float64),
         "new_tokens": trace.input_tokens - b * (depth + matched).astype(np.float64),
     }
+    extends = continuing & (uses <= 1)
+    classes: dict[Kind, Ints] = {
+        "extends": np.flatnonzero(extends),
+        "rereads": np.flatnonzero(continuing & ~extends),
+    }
+    weight, curve = _correct_for_start(since_s, gap_s, continuing)
     strata: list[Stratum] = []
-    if continuing.any():
-        chosen = np.flatnonzero(continuing)
+    for kind, chosen in classes.items():
+        if not len(chosen):
+            continue
         order = chosen[np.argsort(gap_s[chosen], kind="stable")]
-        parts = max(1, min(GAP_STRATA, len(order) // 25))
+        parts = max(1, min(GAP_STRATA, len(order) // 40))
         for rows_of in np.array_split(order, parts):
-            share = float(weight[rows_of].sum() / n)
-            strata.append(_stratum(variables, rows_of, share, True, trunk_of))
-    reuse_share = min(sum(s.share for s in strata), 0.98)
-    if strata and sum(s.share for s in strata) > 0.98:
-        factor = reuse_share / sum(s.share for s in strata)
-        strata = [s.model_copy(update={"share": s.share * factor}) for s in strata]
+            share = float(weight[rows_of].sum() / weight.sum())
+            stratum = _stratum(variables, rows_of, share, kind, trunk_of)
+            alone = round(float(whole[rows_of].mean()), 4)
+            strata.append(stratum.model_copy(update={"whole": alone}))
     fresh = np.flatnonzero(~continuing)
     groups = [fresh[trunk_of[fresh] == k] for k in range(len(trunks))]
     small = [g for g in groups if 0 < len(g) < OWN_STRATUM_SHARE * n]
     large = [g for g in groups if len(g) >= OWN_STRATUM_SHARE * n]
     for rows_of in large + ([np.concatenate(small)] if small else []):
-        share = (1 - reuse_share) * len(rows_of) / len(fresh)
-        strata.append(_stratum(variables, rows_of, share, False, trunk_of))
-    return WorkloadProfile(
+        share = len(rows_of) / len(fresh)
+        strata.append(_stratum(variables, rows_of, share, "fresh", trunk_of))
+    profile = WorkloadProfile(
         name=name or trace.name or "fitted",
         source=f"fitted to {n} requests, sha256 {trace.checksum}",
         block_tokens=b,
@@ -225,20 +258,153 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
         max_input_tokens=int(trace.input_tokens.max()),
         arrivals=_fit_arrivals(since_s),
         trunks=trunks,
+        reuse_curve=curve,
         strata=strata,
+    )
+    if strata[0].kind != "fresh" and n <= CALIBRATED_REQUESTS:
+        profile = _calibrate(profile, trace)
+    return profile
+
+
+@dataclass(frozen=True)
+class _Reuse:
+    """What calibration compares: reuse as it came out."""
+
+    matched: float
+    """Blocks matched beyond trunks per request."""
+    reused: float
+    """Distinct blocks used again, per request."""
+    figures: Floats
+    """What is held against the source: LRU hit rates at several sizes, blocks never reused."""
+    gaps_s: Floats
+    """Gap levels, and at each the cache size in blocks that a hit after this gap needs."""
+    sizes: Floats
+
+
+def _measure_reuse(trace: Trace) -> _Reuse:
+    from traces import kernels
+
+    _, _, depth, matched, covered, _, owner, _ = _prefix_reuse(trace)
+    rows = np.flatnonzero(owner >= 0)
+    every = kernels.reach_distances(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks)
+    needed = every[trace.block_offsets[rows] + depth[rows] + matched[rows] - 1]
+    caches = np.geomspace(250, max(trace.n_distinct_blocks, 500), 12)
+    hits = np.searchsorted(np.sort(every), caches, side="right") / len(every)
+    counts = kernels.use_counts(trace.block_ids, trace.n_distinct_blocks)
+    gap_s = trace.arrival_s[rows] - trace.arrival_s[owner[rows]]
+    order = np.argsort(gap_s, kind="stable")
+    figures = np.append(hits, (counts == 1).mean())
+    parts = np.array_split(order, max(1, min(16, len(order) // 25)))
+    return _Reuse(
+        matched=float(matched.sum()) / trace.n_requests,
+        reused=float((matched - covered).sum()) / trace.n_requests,
+        figures=figures,
+        gaps_s=np.array([gap_s[p].mean() for p in parts]),
+        sizes=np.maximum.accumulate([needed[p].mean() for p in parts]),
     )
 
 
-def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, Ints]:
+def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
+    """Correct a profile by what it gives: the search for fitting requests finds no exact ones.
+
+    Three things are set so that synthesised traces agree with the source: the propensity to
+    continue (by matched blocks), the split of matches into blocks used once and used often (by
+    blocks ever reused), and the gaps (by the cache size that a hit needs: branches of a session
+    touch shared blocks in between, so the same gap may need less cache). The gaps in seconds move
+    by some percent for it.
+    """
+    goal = _measure_reuse(trace)
+    original = profile
+    curve, once = np.ones(()), 1.0
+    gap_from, gap_to = np.array([1e-6, 1e9]), np.array([1e-6, 1e9])
+    best, least = profile, np.inf
+    for _ in range(CALIBRATION_ROUNDS):
+        got = [_measure_reuse(synthesize(profile, seed=1000 + k)) for k in range(5)]
+        miss = float(np.abs(np.mean([g.figures for g in got], axis=0) - goal.figures).max())
+        if DEBUG: print("round", round(miss,4), curve, once, np.round(np.mean([g.figures for g in got], axis=0) - goal.figures,3))
+        if miss < least:
+            best, least = profile, miss
+        curve = curve * np.clip(goal.matched / np.mean([g.matched for g in got]), 0.8, 1.25)
+        once *= float(np.clip(goal.reused / np.mean([g.reused for g in got]), 0.8, 1.25))
+        once = min(max(once, 0.5), 2.0)
+        # The gap after which a synthesised hit needs as much cache as one of the source's.
+        sizes = np.mean([np.interp(goal.gaps_s, g.gaps_s, g.sizes) for g in got], axis=0)
+        wanted = np.interp(goal.sizes, sizes, goal.gaps_s)
+        beyond = goal.sizes > sizes[-1]
+        wanted[beyond] = goal.gaps_s[-1] * goal.sizes[beyond] / sizes[-1]
+        now = np.interp(goal.gaps_s, gap_from, gap_to)
+        gap_to = np.maximum.accumulate((now + np.clip(wanted, now / 2, 2 * now)) / 2)
+        gap_from = goal.gaps_s
+        gap_from = np.concatenate([[0.0], gap_from, [gap_from[-1] * 100]])
+        gap_to = np.concatenate([[0.0], gap_to, [gap_to[-1] * 100]])
+        profile = _adjusted(original, float(curve), once, gap_from, gap_to)
+    return best
+
+
+def _adjusted(
+    profile: WorkloadProfile, curve: float, once: float, gap_from: Floats, gap_to: Floats
+) -> WorkloadProfile:
+    strata = []
+    for stratum in profile.strata:
+        if stratum.kind == "fresh":
+            strata.append(stratum)
+            continue
+        tables = dict(stratum.tables)
+        tables["gap_s"] = _tidy(np.interp(tables["gap_s"], gap_from, gap_to))
+        strata.append(stratum.model_copy(update={"tables": tables}))
+    propensity = [round(min(p * curve, 1.0), 4) for p in profile.reuse_curve]
+    return profile.model_copy(
+        update={"strata": strata, "reuse_curve": propensity, "once_scale": round(once, 4)}
+    )
+
+
+def _tidy(table: Floats) -> list[float]:
+    return [float(f"{v:.6g}") for v in table]
+
+
+def _correct_for_start(
+    since_s: Floats, gap_s: Floats, continuing: NDArray[np.bool_]
+) -> tuple[Floats, list[float]]:
+    """Weights of the continuing requests, and the propensity to continue over the trace.
+
+    A reuse of gap g can only be seen in requests g or more after the start, so it stands for
+    more than itself; which requests could have been its place depends on their propensity, and
+    the propensity on the weights: three rounds settle both.
+    """
+    n = len(since_s)
+    segments = int(np.clip(n // 150, 1, RATE_SEGMENTS))
+    segment = np.minimum((since_s / since_s[-1] * segments).astype(np.int64), segments - 1)
+    propensity = np.full(n, 0.5)
+    rows = np.flatnonzero(continuing)
+    weight = np.zeros(n)
+    curve = np.zeros(segments)
+    if not len(rows):
+        return weight, [0.0]
+    order = rows[np.argsort(gap_s[rows], kind="stable")]
+    for _ in range(3):
+        # Propensity left from each request to the end, normalised.
+        later = np.append(np.cumsum(propensity[::-1])[::-1], 0.0)
+        seen = later[np.searchsorted(since_s, gap_s[rows], side="left")] / later[0]
+        weight[rows] = 1 / np.maximum(seen, 0.05)
+        within = np.append(0.0, np.cumsum(weight[order]) / weight.sum())
+        fits = within[np.searchsorted(gap_s[order], since_s, side="right")]
+        possible = np.bincount(segment, fits, segments)
+        happened = np.bincount(segment, continuing, segments)
+        curve = np.clip(happened / np.maximum(possible, 1e-9), 0, 1)
+        propensity = np.maximum(curve[segment], 1e-6)
+    return weight, [round(float(c), 4) for c in curve]
+
+
+def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
     n = trace.n_requests
     zeros = np.zeros(n, np.int64)
     if not trace.has_blocks:
-        return [Trunk()], zeros, zeros, zeros, zeros, zeros - 1
+        return [Trunk()], zeros, zeros, zeros, zeros, zeros, zeros - 1, zeros > 0
     from traces import kernels
 
     counts = kernels.use_counts(trace.block_ids, trace.n_distinct_blocks)
     popular = counts >= max(TRUNK_USES, TRUNK_SHARE * n)
-    depth, matched, covered, owner = kernels.walk_prefixes(
+    depth, matched, covered, uses, owner, whole = kernels.walk_prefixes(
         trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, popular
     )
     # A trunk is named by its last block: ids are chained, so that tells the whole path.
@@ -249,7 +415,7 @@ def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, In
     for row in first_row:
         path = [number.setdefault(int(x), len(number)) for x in trace.blocks(row)[: depth[row]]]
         trunks.append(Trunk(path=_as_ranges(path)))
-    return trunks, trunk_of.astype(np.int64), depth, matched, covered, owner
+    return trunks, trunk_of.astype(np.int64), depth, matched, covered, uses, owner, whole
 
 
 def _as_ranges(path: list[int]) -> list[tuple[int, int]]:
@@ -263,14 +429,14 @@ def _as_ranges(path: list[int]) -> list[tuple[int, int]]:
 
 
 def _stratum(
-    variables: dict[str, Floats], rows: Ints, share: float, continues: bool, trunk_of: Ints
+    variables: dict[str, Floats], rows: Ints, share: float, kind: Kind, trunk_of: Ints
 ) -> Stratum:
-    labels = CONTINUING if continues else FRESH
+    labels = FRESH_VARIABLES if kind == "fresh" else REUSE_VARIABLES
     columns = [variables[label][rows] for label in labels]
     trunks, uses = np.unique(trunk_of[rows], return_counts=True)
     return Stratum(
         share=round(share, 6),
-        continues=continues,
+        kind=kind,
         trunk_shares={int(k): round(float(u) / len(rows), 6) for k, u in zip(trunks, uses)},
         tables={label: _quantiles(c) for label, c in zip(labels, columns)},
         correlation=_normal_correlation(columns),
@@ -279,7 +445,7 @@ def _stratum(
 
 def _quantiles(values: Floats) -> list[float]:
     table = np.quantile(values, LEVELS)
-    return [float(f"{v:.6g}") for v in np.maximum.accumulate(table)]
+    return _tidy(np.maximum.accumulate(table))
 
 
 def _normal_correlation(columns: list[Floats]) -> list[list[float]]:
@@ -400,49 +566,40 @@ def _sample_requests(
 ) -> dict[str, NDArray[Any]]:
     """Trunk, lengths and wanted reuse of every request."""
     n = len(arrival_s)
-    strata = profile.strata
-    of = _by_share([s.share for s in strata], n, rng)
     out: dict[str, NDArray[Any]] = {
         "trunk": np.zeros(n, np.int64),
         "input_tokens": np.ones(n),
         "output_tokens": np.ones(n),
         "gap_s": np.full(n, -1.0),
+        "covered": np.zeros(n),
         "matched": np.zeros(n),
+        "uses": np.ones(n),
         "once": np.zeros(n),
         "tail": np.zeros(n),
+        "whole": np.ones(n, bool),
         "new_tokens": np.zeros(n),
     }
     lengths = np.array([len(t.blocks()) for t in profile.trunks], np.int64)
     b = profile.block_tokens
-    since_s = arrival_s - arrival_s[0]
-    fresh = [k for k, s in enumerate(strata) if not s.continues]
-    for k, stratum in enumerate(strata):
-        if not stratum.continues:
-            continue
-        rows = np.flatnonzero(of == k)
-        # The time to reuse comes first: where it reaches before the start, there is none.
-        latent = _copula(stratum, len(rows), rng)
-        gap_s = np.interp(latent[0], LEVELS, stratum.tables["gap_s"])
-        lost = gap_s > since_s[rows]
-        of[rows[lost]] = -1
-        kept = rows[~lost]
-        latent = np.stack([_even(u[~lost]) for u in latent]) if len(kept) else latent[:, ~lost]
-        for label, u in zip(CONTINUING[1:], latent[1:]):
-            out[label][kept] = np.interp(u, LEVELS, stratum.tables[label])
-        out["gap_s"][kept] = gap_s[~lost]
-        out["matched"][kept] = np.maximum(np.rint(out["matched"][kept]), 1)
-        trunk = _labels(stratum.trunk_shares, len(kept), rng)
-        out["trunk"][kept] = trunk
-        least = (lengths[trunk] + out["matched"][kept] - 1) * b + 1
-        tokens = (lengths[trunk] + out["matched"][kept]) * b + np.rint(out["new_tokens"][kept])
-        out["input_tokens"][kept] = np.maximum(tokens, least)
-    lost_rows = np.flatnonzero(of == -1)
-    shares = np.array([strata[k].share for k in fresh])
-    of[lost_rows] = np.array(fresh)[_by_share(shares / shares.sum(), len(lost_rows), rng)]
-    for k in fresh:
-        rows = np.flatnonzero(of == k)
-        stratum = strata[k]
-        for label, u in zip(FRESH, _copula(stratum, len(rows), rng)):
+    for stratum, rows, gap_level in _continuing_rows(profile, arrival_s, rng):
+        levels = _copula(stratum, len(rows), rng)
+        # The gap is drawn already; give each row the levels that go with a gap of its rank.
+        levels = levels[:, np.argsort(levels[0])][:, np.argsort(np.argsort(gap_level))]
+        levels[0] = gap_level
+        for label, u in zip(REUSE_VARIABLES, levels):
+            out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
+        out["matched"][rows] = np.maximum(np.rint(out["covered"][rows] + out["once"][rows]), 1)
+        out["whole"][rows] = rng.random(len(rows)) < stratum.whole
+        trunk = _labels(stratum.trunk_shares, len(rows), rng)
+        out["trunk"][rows] = trunk
+        least = (lengths[trunk] + out["matched"][rows] - 1) * b + 1
+        tokens = (lengths[trunk] + out["matched"][rows]) * b + np.rint(out["new_tokens"][rows])
+        out["input_tokens"][rows] = np.maximum(tokens, least)
+    fresh_rows = np.flatnonzero(out["gap_s"] < 0)
+    of = _by_share([s.share for s in profile.fresh], len(fresh_rows), rng)
+    for k, stratum in enumerate(profile.fresh):
+        rows = fresh_rows[of == k]
+        for label, u in zip(FRESH_VARIABLES, _copula(stratum, len(rows), rng)):
             out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
         trunk = _labels(stratum.trunk_shares, len(rows), rng)
         out["trunk"][rows] = trunk
@@ -452,6 +609,68 @@ def _sample_requests(
     out["input_tokens"] = np.clip(out["input_tokens"], 1, most).astype(np.int64)
     out["output_tokens"] = np.maximum(np.rint(out["output_tokens"]), 1).astype(np.int64)
     return out
+
+
+def _continuing_rows(
+    profile: WorkloadProfile, arrival_s: Floats, rng: np.random.Generator
+) -> Iterator[tuple[Stratum, Ints, Floats]]:
+    """Which requests continue an earlier one: (stratum, rows, level of each row's gap)."""
+    n = len(arrival_s)
+    since_s = arrival_s - arrival_s[0]
+    part = since_s / max(float(since_s[-1]), 1e-9) * len(profile.reuse_curve)
+    curve = np.asarray(profile.reuse_curve)
+    propensity = curve[np.minimum(part.astype(np.int64), len(curve) - 1)]
+    groups = [[s for s in profile.continuing if s.kind == kind] for kind in CONTINUING]
+    shares = [sum(s.share for s in group) for group in groups]
+    fits = np.stack([_gap_cdf(group, since_s) for group in groups])
+    chance = propensity * (np.array(shares)[:, None] * fits)
+    order = rng.permutation(n)
+    for group, fit_by_start, probability in zip(groups, fits, _exclusive(chance[:, order], rng)):
+        rows = np.sort(order[probability])
+        if not len(rows):
+            continue
+        # Even levels, shuffled, squeezed into what fits since the start.
+        level = rng.permutation((np.arange(len(rows)) + rng.random()) / len(rows))
+        level *= fit_by_start[rows]
+        edges = np.append(0.0, np.cumsum([s.share for s in group]))
+        edges /= edges[-1]
+        of = np.clip(np.searchsorted(edges, level, side="right") - 1, 0, len(group) - 1)
+        for k, stratum in enumerate(group):
+            mine = of == k
+            within = (level[mine] - edges[k]) / max(edges[k + 1] - edges[k], 1e-12)
+            yield stratum, rows[mine], within
+
+
+def _exclusive(chance: Floats, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
+    """Per row of `chance`, the columns it wins; at most one row wins a column.
+
+    Systematic sampling: the totals come out as expected, whatever the seed.
+    """
+    total = np.cumsum(chance.sum(axis=0)) + rng.random()
+    hit = np.floor(total) > np.floor(total - chance.sum(axis=0))
+    pick = rng.random(chance.shape[1]) * chance.sum(axis=0)
+    below = np.cumsum(chance, axis=0)
+    return [
+        hit & (pick < below[k]) & (pick >= below[k] - chance[k]) for k in range(len(chance))
+    ]
+
+
+def _gap_cdf(group: list[Stratum], since_s: Floats) -> Floats:
+    """Chance that a gap of the group's strata (in order of gap) is at most `since_s`."""
+    if not group:
+        return np.zeros(len(since_s))
+    shares = np.array([s.share for s in group])
+    edges = np.append(0.0, np.cumsum(shares)) / shares.sum()
+    gaps = np.concatenate([s.tables["gap_s"] for s in group])
+    levels = np.concatenate(
+        [low + np.array(LEVELS) * (high - low) for low, high in zip(edges[:-1], edges[1:])]
+    )
+    at = np.searchsorted(gaps, since_s, side="right")
+    # Linear between table entries, as in sampling.
+    low, high = np.maximum(at - 1, 0), np.minimum(at, len(gaps) - 1)
+    width = np.maximum(gaps[high] - gaps[low], 1e-12)
+    inside = levels[low] + (since_s - gaps[low]) / width * (levels[high] - levels[low])
+    return np.where(at == 0, 0.0, np.where(at == len(gaps), 1.0, inside))
 
 
 def _by_share(shares: Any, n: int, rng: np.random.Generator) -> Ints:
@@ -490,7 +709,8 @@ def _grow(
 ) -> Trace:
     from traces import kernels
 
-    n_blocks = -(-draw["input_tokens"] // profile.block_tokens)
+    b = profile.block_tokens
+    n_blocks = -(-draw["input_tokens"] // b)
     offsets = np.concatenate([[0], np.cumsum(n_blocks)]).astype(np.int64)
     if offsets[-1] >= 2**31:
         raise TraceError(
@@ -499,7 +719,7 @@ def _grow(
     paths = [t.blocks() for t in profile.trunks]
     path_offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])]).astype(np.int64)
     flat = np.array([x for p in paths for x in p], np.int64)
-    ids, session, _ = kernels.grow_prefix_tree(
+    ids, session = kernels.grow_prefix_tree(
         arrival_s,
         offsets,
         draw["trunk"],
@@ -508,8 +728,10 @@ def _grow(
         int(flat.max(initial=-1)) + 1,
         draw["gap_s"],
         draw["matched"].astype(np.int64),
-        draw["once"],
+        np.maximum(draw["uses"], 1.0),
+        np.minimum(profile.once_scale * draw["once"] / np.maximum(draw["matched"], 1), 1),
         np.rint(draw["tail"]).astype(np.int64),
+        draw["whole"],
         SEARCH_REACH,
     )
     return Trace(
@@ -518,7 +740,7 @@ def _grow(
         output_tokens=draw["output_tokens"].astype(np.int32),
         block_offsets=offsets,
         block_ids=ids,
-        block_tokens=profile.block_tokens,
+        block_tokens=b,
         session_id=session,
         name=name,
     )

@@ -1,0 +1,92 @@
+"""Hardware profiles: how long prefill and decode take on a node, how fast it moves KV, how much it holds."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import resources
+
+import numpy as np
+import yaml
+from numpy.typing import ArrayLike
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class PrefillTimes(_Strict):
+    """Seconds = base + linear (n - h) + quadratic (n^2 - h^2) + chunk_overhead per chunk after the first (paper B3)."""
+
+    base_s: NonNegativeFloat
+    linear_s: PositiveFloat
+    quadratic_s: NonNegativeFloat = 0.0
+    chunk_tokens: PositiveInt = 8192
+    chunk_overhead_s: NonNegativeFloat = Field(
+        0.0, description="0 where the fitted times were measured with chunks, as the papers' were"
+    )
+
+
+class DecodeTimes(_Strict):
+    """Seconds of an iteration = base + per_request B + per_token K, with B requests and K context tokens."""
+
+    base_s: PositiveFloat
+    per_request_s: NonNegativeFloat
+    per_token_s: NonNegativeFloat
+
+
+class HardwareProfile(_Strict):
+    """One node running one model."""
+
+    source: str = Field("", description="where the numbers come from")
+    model: str = ""
+    prefill: PrefillTimes
+    decode: DecodeTimes
+    nic_bytes_per_s: PositiveFloat = Field(description="RDMA, each direction")
+    h2d_bytes_per_s: PositiveFloat = Field(description="host to device, for a cached prefix")
+    join_bytes_per_s: PositiveFloat = Field(description="host to device, for a request that joins a decode batch")
+    device_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in VRAM")
+    host_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in DRAM")
+    decode_kv_tokens: PositiveInt = Field(description="KV a decode node has VRAM for")
+    max_batch: PositiveInt = Field(256, description="sequences in a decode batch")
+
+
+@cache
+def profiles() -> dict[str, HardwareProfile]:
+    """The built-in profiles by name."""
+    text = (resources.files(__package__) / "hardware.yaml").read_text()
+    return {name: HardwareProfile.model_validate(fields) for name, fields in yaml.safe_load(text).items()}
+
+
+def fit_prefill(new_tokens: ArrayLike, prefix_tokens: ArrayLike, seconds: ArrayLike) -> PrefillTimes:
+    """Fit prefill times by relative least squares with non-negative terms.
+
+    Args:
+        new_tokens, prefix_tokens, seconds: measurements, one entry each.
+    """
+    new, prefix = np.asarray(new_tokens, float), np.asarray(prefix_tokens, float)
+    terms = np.stack([np.ones_like(new), new, (new + prefix) ** 2 - prefix**2], axis=1)
+    base, linear, quadratic = _relative_fit(terms, np.asarray(seconds, float))
+    return PrefillTimes(base_s=base, linear_s=linear, quadratic_s=quadratic)
+
+
+def fit_decode(batch: ArrayLike, context_tokens: ArrayLike, seconds: ArrayLike) -> DecodeTimes:
+    """Fit iteration times by relative least squares with non-negative terms.
+
+    Args:
+        batch, context_tokens, seconds: measurements; context summed over the batch.
+    """
+    requests = np.asarray(batch, float)
+    terms = np.stack([np.ones_like(requests), requests, np.asarray(context_tokens, float)], axis=1)
+    base, per_request, per_token = _relative_fit(terms, np.asarray(seconds, float))
+    return DecodeTimes(base_s=base, per_request_s=per_request, per_token_s=per_token)
+
+
+def _relative_fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    from scipy.optimize import nnls  # a second to import; only fitting needs it
+
+    relative = terms / seconds[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    solution, _ = nnls(relative / scale, np.ones_like(seconds))
+    base, first, second = (solution / scale).tolist()
+    return base, first, second

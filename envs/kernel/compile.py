@@ -1,0 +1,71 @@
+"""`compiled`: Numba with a disk cache that cannot serve stale code.
+
+Numba's own cache looks only at the file that defines a function, so an edited helper in another module would go
+unnoticed. Here the cache directory is named by a hash of every source file that can end up in a kernel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import tempfile
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numba
+import numpy as np
+from platformdirs import user_cache_path
+
+_ROOT = Path(__file__).resolve().parents[2]
+# What can end up in a kernel, by the package that defines it: policies are compiled against the contract of envs.
+_CONTRACT = ("envs/state.py", "envs/observe.py")
+_SOURCES = {
+    "envs": (*_CONTRACT, "envs/kernel/*.py"),
+    "policies": (*_CONTRACT, "policies/*.py"),
+}
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@cache
+def cache_directory(package: str) -> Path:
+    """Where the machine code of the package's present sources lives; made if need be.
+
+    Raises:
+        OSError: no writable directory was found.
+    """
+    digest = hashlib.sha256()
+    checked = os.environ.get("CONDUCTOR_CHECK_BOUNDS", "0")
+    for part in (numba.__version__, np.__version__, platform.python_version(), str(_ROOT), checked):
+        digest.update(part.encode())
+    for pattern in _SOURCES[package]:
+        for path in sorted(_ROOT.glob(pattern)):
+            digest.update(path.name.encode() + path.read_bytes())
+    name = f"{package}-{digest.hexdigest()[:16]}"
+    configured = os.environ.get("NUMBA_CACHE_DIR")
+    first = Path(configured) if configured else user_cache_path("conductor-gym")
+    for parent in (first, Path(tempfile.gettempdir()) / f"conductor-gym-{os.getuid()}"):
+        directory = parent / name
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+        except OSError:
+            continue
+        if os.access(directory, os.W_OK):
+            return directory
+    raise OSError(f"no writable directory for compiled kernels under {first}: set NUMBA_CACHE_DIR to one")
+
+
+def compiled(function: F) -> F:
+    """Compile `function` (nopython, without the GIL), cached in `cache_directory()` of its package."""
+    from numba.core import config
+
+    package = function.__module__.partition(".")[0]
+    before = config.CACHE_DIR
+    config.CACHE_DIR = str(cache_directory(package))  # read once, when the dispatcher is made
+    try:
+        return numba.njit(nogil=True, cache=True, error_model="numpy")(function)  # type: ignore[no-any-return]
+    finally:
+        config.CACHE_DIR = before

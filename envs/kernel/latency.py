@@ -1,0 +1,73 @@
+"""How long things take: the same functions serve the physics and the predictions ([A] E2, 5.2)."""
+
+from __future__ import annotations
+
+import math
+
+from .compile import compiled
+
+
+@compiled
+def reuse_tokens(blocks, block_tokens, input_tokens):
+    """Tokens reused when the first `blocks` blocks are: one token is always computed."""
+    return min(blocks * block_tokens, input_tokens - 1)
+
+
+@compiled
+def compute_time(instance, input_tokens, reused_tokens):
+    """Seconds of prefill compute for the tokens that are not reused; `instance`: PREFILL_PARAMETERS record."""
+    new = float(input_tokens - reused_tokens)
+    total = float(input_tokens)
+    reused = float(reused_tokens)
+    chunks = math.ceil(new / instance.chunk_tokens)
+    return (
+        instance.quadratic_s * (total * total - reused * reused)
+        + instance.linear_s * new
+        + instance.base_s
+        + instance.chunk_overhead_s * (chunks - 1)
+    )
+
+
+@compiled
+def overlap(compute_s, load_s, layers):
+    """Layer-wise overlap of compute and prefix load: the longer of both, plus one layer of the other ([A] 5.2)."""
+    return max(compute_s, load_s) + min(compute_s, load_s) / layers
+
+
+@compiled
+def prefill_time(cluster, instance, input_tokens, blocks, host_blocks):
+    """Seconds a prefill occupies its instance when it reuses `blocks` blocks, `host_blocks` of them from host memory."""
+    reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
+    compute_s = compute_time(instance, input_tokens, reused)
+    load_s = max(host_blocks, 0) * cluster.block_tokens * cluster.kv_bytes_per_token / instance.h2d_bytes_per_s
+    return overlap(compute_s, load_s, cluster.layers)
+
+
+@compiled
+def step_time(instance, batch, context_tokens):
+    """Seconds of one decode iteration; `instance`: DECODE_PARAMETERS record."""
+    return instance.step_base_s + instance.step_request_s * batch + instance.step_token_s * context_tokens
+
+
+@compiled
+def tbt(cluster, instance, decode, batch, context_tokens):
+    """Predicted TBT: an iteration, plus the join stalls expected among the longest `tbt_tail_share` of intervals."""
+    step_s = step_time(instance, batch, context_tokens)
+    if decode.join_rate <= 0.0:
+        return step_s
+    return step_s + decode.stall_rate * min(step_s / cluster.tbt_tail_share, 1.0 / decode.join_rate)
+
+
+@compiled
+def context_tokens(instance, decode, now_s):
+    """Context tokens of a decode batch at `now_s`, extrapolated from its last change."""
+    if decode.batch == 0:
+        return 0.0
+    step_s = step_time(instance, float(decode.batch), decode.kv_tokens)
+    return decode.kv_tokens + decode.batch * max(0.0, now_s - decode.updated_s) / step_s
+
+
+@compiled
+def nic_share(bandwidth, flows, used):
+    """Bytes per second a new transfer can expect on a NIC side."""
+    return max(bandwidth / (1.0 + flows), bandwidth - used)

@@ -1,0 +1,291 @@
+"""How kernels reach memory: a table is an address in a header record, a row of it a typed record there.
+
+Numba passes an array as seven or more machine words, so passing thirty tables through every call would cost more than the
+physics. A kernel gets one header (`WORLD`, `STATE`, `PARAMETERS`, `OBSERVATION`) instead, one machine word, and the
+functions below turn it and an index into a record. They compile to an address computation. With
+CONDUCTOR_CHECK_BOUNDS=1 every one of them checks its index first.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+from .. import state as _state
+from ..state import ROWS
+from .compile import compiled
+
+CHECKED = os.environ.get("CONDUCTOR_CHECK_BOUNDS", "0") not in ("", "0")
+
+
+def header_dtype(tables: type[NamedTuple], sizes: Sequence[str]) -> np.dtype:
+    """A header for the tables of a NamedTuple class: named sizes, then one address per table."""
+    return np.dtype([(name, "i8") for name in (*sizes, *tables._fields)], align=True)  # type: ignore[attr-defined]
+
+
+PARAMETERS = header_dtype(_state.Parameters, ("prefills", "decodes"))
+STATE = header_dtype(_state.ClusterState, ("prefills", "decodes", "words", "block_capacity", "flight_capacity"))
+WORLD = header_dtype(
+    _state.World,
+    ("prefills", "decodes", "request_capacity", "reference_capacity", "block_capacity", "ring", "batch_limit", "leaves"),
+)
+OBSERVATION = header_dtype(_state.Observation, ("prefills", "decodes"))
+
+
+def headers(dtype: np.dtype, tables: Any, count: int, **sizes: int) -> np.ndarray:
+    """Headers for `count` clusters whose tables are stacked along the first axis of each array of `tables`.
+
+    The arrays must outlive the headers.
+    """
+    made = np.zeros(count, dtype)
+    for name, size in sizes.items():
+        made[name] = size
+    for name, table in zip(tables._fields, tables, strict=True):
+        if isinstance(table, np.ndarray):
+            if not table.flags.c_contiguous or len(table) != count:
+                raise ValueError(f"table {name} must be contiguous with {count} rows, has shape {table.shape}")
+            made[name] = table.ctypes.data + np.arange(count) * (table.nbytes // max(1, count))
+    return made
+
+
+def _record_at(dtype: np.dtype) -> Any:
+    """An intrinsic (address, index) -> record of `dtype` there."""
+    record = numba.from_dtype(dtype)
+    size = dtype.itemsize
+
+    @intrinsic
+    def at(typing_context, address, index):
+        def generate(context, builder, signature, arguments):
+            start, i = arguments
+            offset = builder.mul(i, ir.Constant(i.type, size))
+            return builder.inttoptr(builder.add(start, offset), context.get_value_type(record))
+
+        return record(types.int64, types.int64), generate
+
+    return at
+
+
+def _numbers_at(kind: Any) -> Any:
+    """An intrinsic address -> pointer to numbers of `kind`, to be indexed."""
+    pointer = types.CPointer(kind)
+
+    @intrinsic
+    def at(typing_context, address):
+        def generate(context, builder, signature, arguments):
+            return builder.inttoptr(arguments[0], context.get_value_type(pointer))
+
+        return pointer(types.int64), generate
+
+    return at
+
+
+i4_at = _numbers_at(types.int32)
+i8_at = _numbers_at(types.int64)
+f8_at = _numbers_at(types.float64)
+u1_at = _numbers_at(types.uint8)
+
+_cluster_parameters_at = _record_at(_state.CLUSTER_PARAMETERS)
+_prefill_parameters_at = _record_at(_state.PREFILL_PARAMETERS)
+_decode_parameters_at = _record_at(_state.DECODE_PARAMETERS)
+_state_at = _record_at(STATE)
+_clock_at = _record_at(_state.CLOCK)
+_prefill_at = _record_at(_state.PREFILL)
+_decode_at = _record_at(_state.DECODE)
+_flight_at = _record_at(_state.FLIGHT)
+_outcome_at = _record_at(_state.OUTCOME)
+_job_at = _record_at(_state.JOB)
+_engine_at = _record_at(_state.ENGINE)
+_prefill_timer_at = _record_at(_state.PREFILL_TIMER)
+_decode_timer_at = _record_at(_state.DECODE_TIMER)
+_eviction_at = _record_at(_state.EVICTION)
+_release_at = _record_at(_state.RELEASE)
+_flow_at = _record_at(_state.FLOW)
+_member_at = _record_at(_state.MEMBER)
+_segment_at = _record_at(_state.SEGMENT)
+_request_features_at = _record_at(_state.REQUEST_FEATURES)
+_prefill_features_at = _record_at(_state.PREFILL_FEATURES)
+_decode_features_at = _record_at(_state.DECODE_FEATURES)
+_cluster_features_at = _record_at(_state.CLUSTER_FEATURES)
+
+
+@compiled
+def check(index, size):
+    """`index`, which must be in [0, size) when bounds are checked."""
+    if CHECKED and (index < 0 or index >= size):
+        raise IndexError("a kernel reached outside its table")
+    return index
+
+
+# --- parameters -----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def cluster_of(parameters):
+    return _cluster_parameters_at(parameters.cluster, 0)
+
+
+@compiled
+def prefill_node_of(parameters, p):
+    return _prefill_parameters_at(parameters.prefill, check(p, parameters.prefills))
+
+
+@compiled
+def decode_node_of(parameters, d):
+    return _decode_parameters_at(parameters.decode, check(d, parameters.decodes))
+
+
+# --- state ----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def state_of(world):
+    return _state_at(world.state, 0)
+
+
+@compiled
+def clock_of(state):
+    return _clock_at(state.clock, 0)
+
+
+@compiled
+def prefill_of(state, p):
+    return _prefill_at(state.prefill, check(p, state.prefills))
+
+
+@compiled
+def decode_of(state, d):
+    return _decode_at(state.decode, check(d, state.decodes))
+
+
+@compiled
+def flight_of(state, i):
+    return _flight_at(state.flight, check(i, state.flight_capacity))
+
+
+@compiled
+def mask_index(state, block, row, word):
+    """Where in `state.blocks` the mask of a block in a row is."""
+    return (check(block, state.block_capacity) * ROWS + row) * state.words + check(word, state.words)
+
+
+# --- world ----------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def engine_of(world):
+    return _engine_at(world.engine, 0)
+
+
+@compiled
+def outcome_of(world, request):
+    return _outcome_at(world.outcomes, check(request, world.request_capacity))
+
+
+@compiled
+def job_of(world, request):
+    return _job_at(world.jobs, check(request, world.request_capacity))
+
+
+@compiled
+def arrival_of(world, request):
+    return f8_at(world.arrival_s)[check(request, world.request_capacity)]
+
+
+@compiled
+def input_of(world, request):
+    return np.int64(i4_at(world.input_tokens)[check(request, world.request_capacity)])
+
+
+@compiled
+def output_of(world, request):
+    return np.int64(i4_at(world.output_tokens)[check(request, world.request_capacity)])
+
+
+@compiled
+def blocks_of(world, request):
+    """(address of the request's block ids, how many)."""
+    offsets = i8_at(world.block_offsets)
+    start = offsets[check(request, world.request_capacity)]
+    return world.block_ids + 4 * start, offsets[request + 1] - start
+
+
+@compiled
+def prefill_timer_of(world, p):
+    return _prefill_timer_at(world.prefill_timers, check(p, world.prefills))
+
+
+@compiled
+def decode_timer_of(world, d):
+    return _decode_timer_at(world.decode_timers, check(d, world.decodes))
+
+
+@compiled
+def eviction_of(world, p, tier):
+    return _eviction_at(world.evictions, check(p, world.prefills) * 2 + check(tier, 2))
+
+
+@compiled
+def cell(world, block, p):
+    """Where in `pins` and `stamps` a block on an instance is."""
+    return check(block, world.block_capacity) * world.prefills + check(p, world.prefills)
+
+
+@compiled
+def release_of(world, entry):
+    return _release_at(world.releases, check(entry, 2 * world.request_capacity))
+
+
+@compiled
+def flow_of(world, flow):
+    return _flow_at(world.flows, check(flow, 2 * world.request_capacity))
+
+
+@compiled
+def member_of(world, d, i):
+    return _member_at(world.members, check(d, world.decodes) * world.batch_limit + check(i, world.batch_limit))
+
+
+@compiled
+def segment_of(world, d, s):
+    """Segment s of decode d, in its ring."""
+    return _segment_at(world.segments, check(d, world.decodes) * world.ring + (s & (world.ring - 1)))
+
+
+# --- observation ----------------------------------------------------------------------------------------------------
+
+
+@compiled
+def request_features(observation):
+    return _request_features_at(observation.request, 0)
+
+
+@compiled
+def prefill_features(observation, p):
+    return _prefill_features_at(observation.prefill, check(p, observation.prefills))
+
+
+@compiled
+def decode_features(observation, d):
+    return _decode_features_at(observation.decode, check(d, observation.decodes))
+
+
+@compiled
+def cluster_features(observation):
+    return _cluster_features_at(observation.cluster, 0)
+
+
+@compiled
+def source_allowed(observation, p, source):
+    return u1_at(observation.prefill_mask)[check(p, observation.prefills) * 3 + source] != 0
+
+
+@compiled
+def decode_allowed(observation, d):
+    return u1_at(observation.decode_mask)[check(d, observation.decodes)] != 0

@@ -1,0 +1,299 @@
+"""Whole replays and batched steps, compiled: the loops that call the rest.
+
+A policy inside a replay is a pair of compiled functions, declared as first-class functions with the signatures
+`ROUTER` and `ADMISSION`, so that one compiled replay serves them all:
+
+- `router(observation, values, memory, decision)` writes decision[0:3] = prefill, decode, source (prefill -1: reject);
+- `admission(observation, values, decision) -> bool`: whether to accept.
+
+`values` are the policy's parameters, `memory` (uint64) what it keeps between decisions.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+
+from ..observe import observe
+from ..state import ROWS, Source
+from .compile import compiled
+from .events import arrive, decide, reset
+from .memory import (
+    OBSERVATION,
+    blocks_of,
+    cell,
+    clock_of,
+    decode_features,
+    decode_of,
+    decode_timer_of,
+    engine_of,
+    f8_at,
+    i4_at,
+    i8_at,
+    input_of,
+    job_of,
+    mask_index,
+    member_of,
+    prefill_features,
+    state_of,
+    u1_at,
+)
+
+FETCH, RECOMPUTE = int(Source.FETCH), int(Source.RECOMPUTE)
+
+_OBSERVATION = numba.from_dtype(OBSERVATION)
+ROUTER = types.void(_OBSERVATION, types.float64[::1], types.uint64[::1], types.int64[::1])
+ADMISSION = types.boolean(_OBSERVATION, types.float64[::1], types.int64[::1])
+
+
+class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
+    """A compiled function as an argument of a kernel, known by its signature only.
+
+    A bare dispatcher would have a type of its own, and every kernel it is handed to would be compiled anew for it.
+    """
+
+    def __init__(self, function: Any, signature: Any) -> None:
+        self.function = function
+        self._signature = signature
+
+    @cached_property
+    def _address(self) -> int:
+        self.function.compile(self._signature.args)
+        code = self.function.overloads[self._signature.args]
+        return int(code.library.get_pointer_to_function(code.fndesc.llvm_cfunc_wrapper_name))
+
+    def __wrapper_address__(self) -> int:
+        return self._address
+
+    def signature(self) -> Any:
+        return self._signature
+
+
+@compiled
+def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, fresh, mark):
+    """Give a cluster the requests first .. last - 1 of a trace, arriving `speed` times as fast; returns distinct blocks.
+
+    Blocks are renumbered in order of appearance. `fresh` int32[distinct blocks of the trace] and `mark` int64[that + 1] are
+    scratch: fresh[b] is valid where mark[b] equals the number of the present load, counted in mark[-1].
+    """
+    engine = engine_of(world)
+    engine.requests = last - first
+    mark[-1] += 1
+    number = mark[-1]
+    base = block_offsets[first]
+    arrivals = f8_at(world.arrival_s)
+    inputs = i4_at(world.input_tokens)
+    outputs = i4_at(world.output_tokens)
+    offsets = i8_at(world.block_offsets)
+    ids = i4_at(world.block_ids)
+    for r in range(first, last):
+        arrivals[r - first] = (arrival_s[r] - arrival_s[first]) / speed
+        inputs[r - first] = input_tokens[r]
+        outputs[r - first] = output_tokens[r]
+        offsets[r - first] = block_offsets[r] - base
+    offsets[last - first] = block_offsets[last] - base
+    blocks = 0
+    for i in range(base, block_offsets[last]):
+        b = block_ids[i]
+        if mark[b] != number:
+            mark[b] = number
+            fresh[b] = blocks
+            blocks += 1
+        ids[i - base] = fresh[b]
+    engine.blocks = blocks
+    return blocks
+
+
+@compiled
+def begin(world, parameters, recheck):
+    """The cluster is empty again, before its first request."""
+    engine_of(world).recheck = recheck
+    reset(world, parameters)
+
+
+@compiled
+def observe_arrival(world, parameters, observation):
+    """Go to the next arrival and observe that request; False when there is none (the cluster is drained then)."""
+    if not arrive(world, parameters):
+        return False
+    request = engine_of(world).next_request
+    address, count = blocks_of(world, request)
+    observe(
+        state_of(world),
+        parameters,
+        input_of(world, request),
+        address,
+        count,
+        observation,
+        world.scratch_match,
+        world.scratch_forecast,
+    )
+    return True
+
+
+@compiled
+def carry_out(world, parameters, observation, prefill, decode, source):
+    """Apply a choice to the observed request, with the predictions the observation held."""
+    if prefill < 0:
+        decide(world, parameters, -1, -1, 0, 0.0, 0.0, 0.0)
+        return
+    features = prefill_features(observation, prefill)
+    if source == RECOMPUTE:
+        ttft_s = features.ttft_recompute_s
+    elif source == FETCH:
+        ttft_s = features.ttft_fetch_s
+    else:
+        ttft_s = features.ttft_local_s
+    tbt_s = decode_features(observation, decode).tbt_assigned_s
+    decide(world, parameters, prefill, decode, source, ttft_s, tbt_s, features.fetch_s)
+
+
+@compiled
+def choose(observation, router, router_values, admission, admission_values, memory, decision):
+    """A policy's decision for an observation, in `decision`: prefill (-1 rejects), decode, source."""
+    decision[0] = -1
+    router(observation, router_values, memory, decision)
+    if decision[0] >= 0 and not admission(observation, admission_values, decision):
+        decision[0] = -1
+
+
+@compiled
+def replay(world, parameters, observation, router, router_values, admission, admission_values, memory, decision, limit):
+    """Run a cluster for up to `limit` more requests under a policy; past the last request it drains."""
+    while limit > 0 and observe_arrival(world, parameters, observation):
+        choose(observation, router, router_values, admission, admission_values, memory, decision)
+        carry_out(world, parameters, observation, decision[0], decision[1], decision[2])
+        limit -= 1
+
+
+@compiled
+def step(worlds, parameters, observations, actions, done, start, stop):
+    """One decision in each of the clusters start .. stop - 1, then on to their next arrivals, observed.
+
+    `actions[c]`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source. `done[c]` is set where no request is left;
+    such a cluster has been drained.
+    """
+    for c in range(start, stop):
+        world = worlds[c]
+        observation = observations[c]
+        action = actions[c]
+        if action <= 0:
+            carry_out(world, parameters, observation, -1, -1, 0)
+        else:
+            pair = (action - 1) // 3
+            carry_out(world, parameters, observation, pair // world.decodes, pair % world.decodes, (action - 1) % 3)
+        done[c] = not observe_arrival(world, parameters, observation)
+
+
+@compiled
+def action_masks(observations, masks):
+    """`masks` bool[C, 1 + P D 3]: which actions are valid. Rejecting always is."""
+    for c in range(len(observations)):
+        observation = observations[c]
+        sources = u1_at(observation.prefill_mask)
+        up = u1_at(observation.decode_mask)
+        row = masks[c]
+        row[0] = True
+        i = 1
+        for p in range(observation.prefills):
+            for d in range(observation.decodes):
+                for s in range(3):
+                    row[i] = sources[3 * p + s] & up[d] != 0
+                    i += 1
+
+
+@compiled
+def _copy4(source, target, start, stop):
+    a = i4_at(source)
+    b = i4_at(target)
+    for i in range(start, stop):
+        b[i] = a[i]
+
+
+@compiled
+def _copy8(source, target, start, stop):
+    a = i8_at(source)
+    b = i8_at(target)
+    for i in range(start, stop):
+        b[i] = a[i]
+
+
+@compiled
+def fork(source, target, sizes):
+    """Make cluster `target` a copy of cluster `source` of the same batch; only what is in use is copied.
+
+    `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, OUTCOME, JOB, ENGINE, PREFILL_TIMER, DECODE_TIMER,
+    EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
+    """
+    clock, prefill, decode, flight, outcome, job, engine_size, prefill_timer, decode_timer = sizes[:9] // 8
+    eviction, release, flow, member, segment = sizes[9:] // 4
+    a = state_of(source)
+    b = state_of(target)
+    engine = engine_of(source)
+    requests = engine.requests
+    seen = engine.next_request
+    blocks = engine.blocks
+    in_flight = clock_of(a).in_flight
+    _copy8(a.clock, b.clock, 0, clock)
+    _copy8(a.prefill, b.prefill, 0, prefill * source.prefills)
+    _copy8(a.decode, b.decode, 0, decode * source.decodes)
+    _copy8(a.flight, b.flight, 0, flight * in_flight)
+    if blocks > 0:
+        _copy8(a.blocks, b.blocks, 0, mask_index(a, blocks - 1, ROWS - 1, a.words - 1) + 1)
+        cells = cell(source, blocks - 1, source.prefills - 1) + 1
+        _copy4(source.pins, target.pins, 0, cells)
+        _copy4(source.stamps, target.stamps, 0, cells)
+    _copy8(source.arrival_s, target.arrival_s, 0, requests)
+    _copy4(source.input_tokens, target.input_tokens, 0, requests)
+    _copy4(source.output_tokens, target.output_tokens, 0, requests)
+    _copy8(source.block_offsets, target.block_offsets, 0, requests + 1)
+    _copy4(source.block_ids, target.block_ids, 0, i8_at(source.block_offsets)[requests])
+    _copy8(source.outcomes, target.outcomes, 0, outcome * requests)
+    _copy8(source.jobs, target.jobs, 0, job * seen)
+    _copy8(source.engine, target.engine, 0, engine_size)
+    _copy8(source.prefill_timers, target.prefill_timers, 0, prefill_timer * source.prefills)
+    _copy8(source.decode_timers, target.decode_timers, 0, decode_timer * source.decodes)
+    _copy4(source.evictions, target.evictions, 0, eviction * 2 * source.prefills)
+    _copy4(source.releases, target.releases, 0, release * seen)
+    _copy4(source.releases, target.releases, release * requests, release * (requests + seen))
+    active = i4_at(source.active)
+    _copy4(source.active, target.active, 0, engine.active_flows)
+    for i in range(engine.active_flows):
+        _copy4(source.flows, target.flows, flow * active[i], flow * (active[i] + 1))
+    for d in range(source.decodes):
+        members = decode_of(a, d).batch
+        row = member * source.batch_limit * d
+        _copy4(source.members, target.members, row, row + member * members)
+        last = decode_timer_of(source, d).segments
+        first = last
+        for i in range(members):
+            first = min(first, job_of(source, member_of(source, d, i).request).first_segment)
+        for s in range(first, last):
+            at = segment * (source.ring * d + (s & (source.ring - 1)))
+            _copy4(source.segments, target.segments, at, at + segment)
+    slots = source.prefills + source.decodes + 1
+    _copy8(source.due_s, target.due_s, 0, slots)
+    _copy4(source.winners, target.winners, 0, 2 * source.leaves)
+    _copy8(source.scratch_match, target.scratch_match, 0, 3 * source.prefills)
+
+
+@compiled
+def random_actions(masks, memory, actions):
+    """A random valid action for each row of `masks` bool[C, A]; `memory` uint64[1] is the generator (splitmix64)."""
+    count = masks.shape[1]
+    for c in range(len(masks)):
+        row = masks[c]
+        while True:
+            memory[0] += np.uint64(0x9E3779B97F4A7C15)
+            z = memory[0]
+            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            z = z ^ (z >> np.uint64(31))
+            action = np.int64((z >> np.uint64(11)) % np.uint64(count))
+            if row[action]:
+                actions[c] = action
+                break

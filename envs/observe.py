@@ -1,0 +1,174 @@
+"""`observe`: the features a policy decides on. One implementation, for the simulator and for live traffic.
+
+Sees a `ClusterState` and a request (its length and block ids), never what only a simulator could know.
+docs/physics.md, "What the scheduler knows and predicts", defines every feature.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .kernel.compile import compiled
+from .kernel.kvcache import match
+from .kernel.latency import compute_time, context_tokens, nic_share, prefill_time, reuse_tokens, tbt
+from .kernel.memory import (
+    clock_of,
+    cluster_features,
+    cluster_of,
+    decode_features,
+    decode_node_of,
+    decode_of,
+    f8_at,
+    flight_of,
+    i8_at,
+    prefill_features,
+    prefill_node_of,
+    prefill_of,
+    request_features,
+    u1_at,
+)
+from .kernel.prefill import find_holder
+
+
+@compiled
+def observe(state, parameters, input_tokens, block_ids, block_count, observation, matched, forecast):
+    """Fill `observation` for a request of `input_tokens` tokens with the ids at `block_ids`, at the state's clock.
+
+    `state`, `parameters`, `observation` are headers (envs.kernel.memory); `matched` is the address of int64[3, P], which
+    holds the request's prefix match afterwards (leading blocks resident or pending, resident, on device);
+    `forecast` that of float64[D, 2], room to work in.
+    """
+    clock = clock_of(state)
+    now_s = clock.now_s
+    cluster = cluster_of(parameters)
+    prefills = state.prefills
+    decodes = state.decodes
+    n = input_tokens
+    local = i8_at(matched)
+    ready = i8_at(matched + 8 * prefills)
+    device = i8_at(matched + 16 * prefills)
+    match(state, block_ids, block_count, local, ready, device)
+    prefill_mask = u1_at(observation.prefill_mask)
+    decode_mask = u1_at(observation.decode_mask)
+
+    # the two instances with the longest resident prefix: any instance's holder is one of them
+    first = find_holder(state, ready, -1)
+    second = find_holder(state, ready, first) if first >= 0 else -1
+
+    least_ttft_s = np.inf
+    best_blocks = 0
+    block_bytes = cluster.block_tokens * cluster.kv_bytes_per_token
+    for p in range(prefills):
+        prefill = prefill_of(state, p)
+        instance = prefill_node_of(parameters, p)
+        features = prefill_features(observation, p)
+        queue_s = 0.0
+        if prefill.running != 0:
+            queue_s = max(0.0, prefill.running_end_s - now_s) + prefill.queued_s
+        local_tokens = reuse_tokens(local[p], cluster.block_tokens, n)
+        features.queue_s = queue_s
+        features.queue_requests = prefill.queue_requests
+        features.local_tokens = local_tokens
+        features.device_tokens = min(reuse_tokens(device[p], cluster.block_tokens, n), local_tokens)
+        ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], local[p] - device[p])
+        ttft_fetch_s = ttft_local_s
+        fetch_s = 0.0
+        fetch_tokens = 0
+        holder = first if p != first else second
+        best_blocks = max(best_blocks, local[p], ready[p])
+        if holder >= 0 and ready[holder] > local[p]:
+            sender = prefill_of(state, holder)
+            rate = min(
+                nic_share(prefill_node_of(parameters, holder).nic_bytes_per_s, sender.tx_flows, sender.tx_used),
+                nic_share(instance.nic_bytes_per_s, prefill.rx_flows, prefill.rx_used),
+            )
+            fetch_s = (ready[holder] - local[p]) * block_bytes / rate + cluster.transfer_latency_s
+            reused = reuse_tokens(ready[holder], cluster.block_tokens, n)
+            fetch_tokens = reused - local_tokens
+            ttft_fetch_s = max(
+                queue_s + prefill_time(cluster, instance, n, ready[holder], ready[holder] - device[p]),
+                fetch_s + compute_time(instance, n, reused) / cluster.layers,
+            )
+        features.fetch_tokens = fetch_tokens
+        features.fetch_s = fetch_s
+        features.ttft_local_s = ttft_local_s
+        features.ttft_fetch_s = ttft_fetch_s
+        features.ttft_recompute_s = queue_s + prefill_time(cluster, instance, n, 0, 0)
+        features.tx_used_share = prefill.tx_used / instance.nic_bytes_per_s
+        features.rx_used_share = prefill.rx_used / instance.nic_bytes_per_s
+        features.host_used_share = prefill.host_used / max(1, instance.host_blocks)
+        features.device_used_share = prefill.device_used / max(1, instance.device_blocks)
+        prefill_mask[3 * p] = prefill.up
+        prefill_mask[3 * p + 1] = prefill.up != 0 and fetch_tokens > 0
+        prefill_mask[3 * p + 2] = prefill.up != 0 and local_tokens > 0
+        if prefill.up != 0:
+            least_ttft_s = min(least_ttft_s, ttft_local_s, ttft_fetch_s)
+
+    # who will be decoding when this request joins ([A] 7.4)
+    join_s = now_s + least_ttft_s
+    since_s = join_s - clock.expected_decode_s
+    joining = f8_at(forecast)
+    for d in range(decodes):
+        joining[2 * d] = 0.0
+        joining[2 * d + 1] = 0.0
+    for i in range(clock.in_flight):
+        entry = flight_of(state, i)
+        if since_s < entry.start_s <= join_s:
+            joining[2 * entry.decode] += 1.0
+            joining[2 * entry.decode + 1] += entry.tokens
+
+    least_tbt_s = np.inf
+    sum_tbt_s = 0.0
+    up = 0
+    for d in range(decodes):
+        decode = decode_of(state, d)
+        instance_d = decode_node_of(parameters, d)
+        features_d = decode_features(observation, d)
+        kv_tokens = context_tokens(instance_d, decode, now_s)
+        assigned = decode.batch + decode.pending_requests
+        features_d.batch = decode.batch
+        features_d.kv_tokens = kv_tokens
+        features_d.free_tokens = (
+            instance_d.kv_capacity_tokens
+            - kv_tokens
+            - decode.pending_tokens
+            - assigned * clock.expected_output_tokens
+        )
+        features_d.pending_requests = decode.pending_requests
+        features_d.pending_tokens = decode.pending_tokens
+        features_d.waiting_requests = decode.waiting_requests
+        tbt_now_s = tbt(cluster, instance_d, decode, decode.batch + 1.0, kv_tokens + n)
+        joined = joining[2 * d]
+        tbt_at_join_s = tbt(
+            cluster,
+            instance_d,
+            decode,
+            joined + 1.0,
+            joining[2 * d + 1] + joined * clock.expected_output_tokens / 2.0 + n,
+        )
+        features_d.tbt_now_s = tbt_now_s
+        features_d.tbt_assigned_s = tbt(
+            cluster, instance_d, decode, assigned + 1.0, kv_tokens + decode.pending_tokens + n
+        )
+        features_d.tbt_at_join_s = tbt_at_join_s
+        features_d.rx_used_share = decode.rx_used / instance_d.nic_bytes_per_s
+        decode_mask[d] = decode.up
+        if decode.up != 0:
+            up += 1
+            least_tbt_s = min(least_tbt_s, tbt_now_s)
+            sum_tbt_s += tbt_at_join_s
+
+    request = request_features(observation)
+    request.input_tokens = n
+    request.best_tokens = reuse_tokens(best_blocks, cluster.block_tokens, n)
+    request.since_last_arrival_s = clock.since_last_arrival_s
+    request.ttft_slo_s = cluster.ttft_slo_s
+    request.tbt_slo_s = cluster.tbt_slo_s
+    overview = cluster_features(observation)
+    overview.arrival_rate = clock.arrival_rate
+    overview.in_flight = clock.in_flight
+    overview.expected_output_tokens = clock.expected_output_tokens
+    overview.expected_decode_s = clock.expected_decode_s
+    overview.prefill_load = least_ttft_s / cluster.ttft_slo_s
+    overview.decode_load_now = least_tbt_s / cluster.tbt_slo_s
+    overview.decode_load_forecast = sum_tbt_s / max(1, up) / cluster.tbt_slo_s

@@ -1,0 +1,209 @@
+"""`Simulator`: a batch of simulated clusters in flat arrays, on the compiled physics of `envs.kernel`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from traces import Trace
+
+from . import state as _state
+from .kernel import memory
+from .kernel import replay as _replay
+from .spec import ClusterSpec
+from .state import ROWS, ClusterState, Observation, Parameters, World
+
+_ERRORS = {
+    1: "a decode batch outgrew its max_batch",
+    2: "the ring of decode segments is too short for the longest output of this trace",
+}
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def empty_observation(clusters: int, prefills: int, decodes: int) -> Observation:
+    """Observations of `clusters` clusters, all zero."""
+    return Observation(
+        np.zeros((clusters, 1), _state.REQUEST_FEATURES),
+        np.zeros((clusters, prefills), _state.PREFILL_FEATURES),
+        np.zeros((clusters, decodes), _state.DECODE_FEATURES),
+        np.zeros((clusters, 1), _state.CLUSTER_FEATURES),
+        np.zeros((clusters, prefills, 3), np.uint8),
+        np.zeros((clusters, decodes), np.uint8),
+    )
+
+
+def parameter_header(tables: Parameters) -> Any:
+    """The kernels' handle on a spec's arrays, which must outlive it."""
+    stacked = Parameters(*(table[None] for table in tables))
+    return memory.headers(
+        memory.PARAMETERS, stacked, 1, prefills=len(tables.prefill), decodes=len(tables.decode)
+    )[0]
+
+
+class Simulator:
+    """`clusters` independent clusters of one spec.
+
+    Each gets requests with `load`, starts with `begin`, and goes on by `step` (one decision per cluster), `replay` (a compiled
+    policy until the end), or is copied with `fork`. Sizes are bounds on what a cluster may be given later.
+
+    Args:
+        spec: the cluster.
+        clusters: how many.
+        max_requests: requests per cluster.
+        max_references: sum of their numbers of block ids.
+        max_blocks: distinct blocks among these.
+        max_output_tokens: longest output.
+    """
+
+    def __init__(
+        self,
+        spec: ClusterSpec,
+        *,
+        clusters: int = 1,
+        max_requests: int,
+        max_references: int,
+        max_blocks: int,
+        max_output_tokens: int,
+    ) -> None:
+        self.spec = spec
+        self.clusters = clusters
+        self.parameter_tables = spec.parameters()
+        self.parameters = parameter_header(self.parameter_tables)
+        self.prefills = p = spec.n_prefill
+        self.decodes = d = spec.n_decode
+        c, r, b = clusters, max_requests, max_blocks
+        ring = _power_of_two(max_output_tokens + 2)
+        words = (p + 63) // 64
+        slots = p + d + 1
+        leaves = _power_of_two(slots)
+        batch_limit = min(int(self.parameter_tables.decode["max_batch"].max()), r)
+        self.batch = World(
+            ClusterState(
+                np.zeros((c, 1), _state.CLOCK),
+                np.zeros((c, p), _state.PREFILL),
+                np.zeros((c, d), _state.DECODE),
+                np.zeros((c, b, ROWS, words), np.int64),
+                np.zeros((c, r), _state.FLIGHT),
+            ),
+            np.zeros((c, r)),
+            np.zeros((c, r), np.int32),
+            np.zeros((c, r), np.int32),
+            np.zeros((c, r + 1), np.int64),
+            np.zeros((c, max_references), np.int32),
+            np.zeros((c, r), _state.OUTCOME),
+            np.zeros((c, r), _state.JOB),
+            np.zeros((c, 1), _state.ENGINE),
+            np.zeros((c, p), _state.PREFILL_TIMER),
+            np.zeros((c, d), _state.DECODE_TIMER),
+            np.zeros((c, p, 2), _state.EVICTION),
+            np.zeros((c, b, p), np.int32),
+            np.zeros((c, b, p), np.int32),
+            np.zeros((c, 2 * r), _state.RELEASE),
+            np.zeros((c, 2 * r), _state.FLOW),
+            np.zeros((c, 2 * r), np.int32),
+            np.zeros((c, d, batch_limit), _state.MEMBER),
+            np.zeros((c, d, ring), _state.SEGMENT),
+            np.zeros((c, slots)),
+            np.zeros((c, 2 * leaves), np.int32),
+            np.zeros((c, 2 * ring, 5)),
+            np.zeros((c, 3, p), np.int64),
+            np.zeros((c, d, 2)),
+            np.zeros((c, 2, 2 * p + d), np.int64),
+            np.zeros((c, 2 * p + d)),
+            np.zeros((c, 2 * r), np.int32),
+        )
+        self.states = memory.headers(
+            memory.STATE,
+            self.batch.state,
+            c,
+            prefills=p,
+            decodes=d,
+            words=words,
+            block_capacity=b,
+            flight_capacity=r,
+        )
+        self.worlds = memory.headers(
+            memory.WORLD,
+            self.batch,
+            c,
+            prefills=p,
+            decodes=d,
+            request_capacity=r,
+            reference_capacity=max_references,
+            block_capacity=b,
+            ring=ring,
+            batch_limit=batch_limit,
+            leaves=leaves,
+        )
+        self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
+        self.observation_tables = empty_observation(c, p, d)
+        self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
+        self._renumber: tuple[str, NDArray[np.int32], NDArray[np.int64]] | None = None
+
+    @classmethod
+    def for_trace(cls, spec: ClusterSpec, trace: Trace, *, clusters: int = 1) -> Simulator:
+        """Clusters with room for the whole of `trace`, the trace loaded into each."""
+        simulator = cls(
+            spec,
+            clusters=clusters,
+            max_requests=trace.n_requests,
+            max_references=len(trace.block_ids),
+            max_blocks=trace.n_distinct_blocks,
+            max_output_tokens=int(trace.output_tokens.max(initial=1)),
+        )
+        for c in range(clusters):
+            simulator.load(c, trace)
+        return simulator
+
+    @property
+    def bytes_per_cluster(self) -> int:
+        """Bytes of arrays per cluster."""
+        flat: list[np.ndarray] = [*self.batch.state, *self.batch[1:], *self.observation_tables]  # type: ignore[list-item]
+        return sum(a.nbytes for a in flat) // self.clusters
+
+    def load(self, cluster: int, trace: Trace, first: int = 0, last: int | None = None, *, speed: float = 1.0) -> None:
+        """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0.
+
+        Raises:
+            ValueError: the trace's blocks do not fit the spec, or the window does not fit the simulator's sizes.
+        """
+        last = trace.n_requests if last is None else last
+        if trace.has_blocks and trace.block_tokens != self.spec.block_tokens:
+            raise ValueError(
+                f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, cluster {self.spec.name!r} of "
+                f"{self.spec.block_tokens}: convert one, e.g. trace.reblock({self.spec.block_tokens})"
+            )
+        requests = last - first
+        references = int(trace.block_offsets[last] - trace.block_offsets[first])
+        longest = int(trace.output_tokens[first:last].max(initial=1))
+        for what, needed, room in (
+            ("requests", requests, self.batch.arrival_s.shape[1]),
+            ("block references", references, self.batch.block_ids.shape[1]),
+            ("output tokens", longest + 2, self.batch.segments.shape[2]),
+        ):
+            if needed > room:
+                raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
+        if self._renumber is None or self._renumber[0] != trace.checksum:
+            distinct = trace.n_distinct_blocks
+            self._renumber = (trace.checksum, np.zeros(distinct, np.int32), np.zeros(distinct + 1, np.int64))
+        _, fresh, mark = self._renumber
+        blocks = _replay.load(
+            self.worlds[cluster],
+            trace.arrival_s,
+            float(speed),
+            trace.input_tokens,
+            trace.output_tokens,
+            trace.block_offsets,
+            trace.block_ids,
+            first,
+            last,
+            fresh,
+            mark,
+        )
+        if blocks > self.batch.pins.shape[1]:
+            raise ValueError(f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.pins.shape[1]}")

@@ -1,0 +1,250 @@
+"""`ClusterSpec`: which nodes a cluster has and which SLOs it must meet; YAML in, arrays for the kernels out."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from .hardware import DecodeTimes, HardwareProfile, PrefillTimes, profiles
+from .state import CLUSTER_PARAMETERS, DECODE_PARAMETERS, PREFILL_PARAMETERS, Parameters
+
+
+class SpecError(ValueError):
+    """A cluster description that cannot be; the message names file, field and what was expected."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelSize(_Strict):
+    """The served model, as far as its KV goes. Default: LLaMA2-70B (paper A3)."""
+
+    layers: PositiveInt = 80
+    kv_bytes_per_token: PositiveFloat = 327_680.0
+
+
+class Slo(_Strict):
+    """What a request must meet to count as good."""
+
+    ttft_s: PositiveFloat = 30.0
+    tbt_s: PositiveFloat = 0.1
+    tbt_tail_share: float = Field(
+        0.1, gt=0, le=1, description="TBT = mean of the longest share of a request's intervals; 1 is the plain mean"
+    )
+
+
+class Pool(_Strict):
+    """Equal nodes of one pool. Fields that are given override the hardware profile's."""
+
+    count: PositiveInt
+    hardware: str | HardwareProfile
+    nic_bytes_per_s: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _known_hardware(self) -> Pool:
+        if isinstance(self.hardware, str) and self.hardware not in profiles():
+            raise ValueError(
+                f"no hardware profile is called {self.hardware!r}; built in are {', '.join(sorted(profiles()))}, "
+                "or give the profile's fields here"
+            )
+        return self
+
+    @property
+    def profile(self) -> HardwareProfile:
+        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
+        given = self.model_dump(exclude={"count", "hardware"}, exclude_none=True)
+        return HardwareProfile.model_validate(base.model_dump() | given)
+
+
+class PrefillPool(Pool):
+    times: PrefillTimes | None = None
+    h2d_bytes_per_s: PositiveFloat | None = None
+    device_kv_tokens: int | None = Field(None, ge=0)
+    host_kv_tokens: int | None = Field(None, ge=0)
+
+    @property
+    def profile(self) -> HardwareProfile:
+        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
+        given = self.model_dump(exclude={"count", "hardware", "times"}, exclude_none=True)
+        if self.times is not None:
+            given["prefill"] = self.times.model_dump()
+        return HardwareProfile.model_validate(base.model_dump() | given)
+
+
+class DecodePool(Pool):
+    times: DecodeTimes | None = None
+    join_bytes_per_s: PositiveFloat | None = None
+    decode_kv_tokens: PositiveInt | None = None
+    max_batch: PositiveInt | None = None
+
+    @property
+    def profile(self) -> HardwareProfile:
+        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
+        given = self.model_dump(exclude={"count", "hardware", "times"}, exclude_none=True)
+        if self.times is not None:
+            given["decode"] = self.times.model_dump()
+        return HardwareProfile.model_validate(base.model_dump() | given)
+
+
+class ClusterSpec(_Strict):
+    """A prefill pool and a decode pool, each of one or more kinds of node."""
+
+    name: str = "cluster"
+    prefill: tuple[PrefillPool, ...] = Field(min_length=1)
+    decode: tuple[DecodePool, ...] = Field(min_length=1)
+    model: ModelSize = ModelSize()
+    slo: Slo = Slo()
+    block_tokens: PositiveInt = Field(512, description="tokens per KV block, that of the traces (paper A3)")
+    transfer_latency_s: NonNegativeFloat = Field(0.02, description="fixed part of a KV transfer (paper E2)")
+    decode_recheck: bool = Field(True, description="decode nodes check the TBT SLO again when the KV is there (A6.4)")
+    prior_output_tokens: PositiveFloat = Field(256.0, description="expected output before any request has finished")
+    prior_decode_s: PositiveFloat = Field(15.0, description="expected decode time before any request has finished")
+    rate_horizon_s: PositiveFloat = Field(30.0, description="time constant of moving rates")
+
+    @model_validator(mode="after")
+    def _possible(self) -> ClusterSpec:
+        for i, pool in enumerate(self.prefill):
+            if pool.profile.device_kv_tokens > pool.profile.host_kv_tokens:
+                raise ValueError(
+                    f"prefill.{i}: device_kv_tokens ({pool.profile.device_kv_tokens}) is above host_kv_tokens "
+                    f"({pool.profile.host_kv_tokens}); the device holds the recent part of what the host holds"
+                )
+        return self
+
+    @property
+    def n_prefill(self) -> int:
+        return sum(pool.count for pool in self.prefill)
+
+    @property
+    def n_decode(self) -> int:
+        return sum(pool.count for pool in self.decode)
+
+    @property
+    def checksum(self) -> str:
+        """Identifies the cluster in results."""
+        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
+
+    def parameters(self) -> Parameters:
+        """The arrays the kernels read, one record per instance in the order of the pools."""
+        cluster = np.zeros(1, CLUSTER_PARAMETERS)
+        cluster[0] = (
+            self.block_tokens,
+            self.model.kv_bytes_per_token,
+            self.model.layers,
+            self.transfer_latency_s,
+            self.slo.ttft_s,
+            self.slo.tbt_s,
+            self.slo.tbt_tail_share,
+            self.decode_recheck,
+            self.prior_output_tokens,
+            self.prior_decode_s,
+            self.rate_horizon_s,
+        )
+        prefill = np.zeros(self.n_prefill, PREFILL_PARAMETERS)
+        i = 0
+        for pool in self.prefill:
+            node = pool.profile
+            prefill[i : i + pool.count] = (
+                node.prefill.base_s,
+                node.prefill.linear_s,
+                node.prefill.quadratic_s,
+                node.prefill.chunk_tokens,
+                node.prefill.chunk_overhead_s,
+                node.h2d_bytes_per_s,
+                node.nic_bytes_per_s,
+                node.device_kv_tokens // self.block_tokens,
+                node.host_kv_tokens // self.block_tokens,
+            )
+            i += pool.count
+        decode = np.zeros(self.n_decode, DECODE_PARAMETERS)
+        i = 0
+        for decode_pool in self.decode:
+            node = decode_pool.profile
+            decode[i : i + decode_pool.count] = (
+                node.decode.base_s,
+                node.decode.per_request_s,
+                node.decode.per_token_s,
+                node.join_bytes_per_s,
+                node.nic_bytes_per_s,
+                node.decode_kv_tokens,
+                node.max_batch,
+            )
+            i += decode_pool.count
+        return Parameters(cluster, prefill, decode)
+
+
+@cache
+def _builtin() -> dict[str, dict[str, Any]]:
+    text = (resources.files(__package__) / "clusters.yaml").read_text()
+    return dict(yaml.safe_load(text))
+
+
+def cluster_names() -> list[str]:
+    """Names of the built-in clusters."""
+    return list(_builtin())
+
+
+def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
+    """A built-in cluster by name (`8p8d`), any pool sizes of the papers' nodes by name (`5p11d`), or a YAML file.
+
+    Raises:
+        SpecError: no such cluster or file, or a field that is unknown or impossible; names the field.
+    """
+    if isinstance(name, ClusterSpec):
+        return name
+    if str(name) in _builtin():
+        return _validate(_builtin()[str(name)] | {"name": str(name)}, str(name))
+    sizes = re.fullmatch(r"([1-9]\d{0,3})p([1-9]\d{0,3})d", str(name))
+    if sizes:
+        hardware = "a800x8-llama2-70b"
+        return _validate(
+            {
+                "name": str(name),
+                "prefill": [{"count": int(sizes[1]), "hardware": hardware}],
+                "decode": [{"count": int(sizes[2]), "hardware": hardware}],
+            },
+            str(name),
+        )
+    path = Path(name)
+    if not path.is_file():
+        raise SpecError(
+            f"no cluster is called {str(name)!r} and no such file exists; built in are {', '.join(cluster_names())} "
+            "and any <prefills>p<decodes>d, e.g. 5p11d"
+        )
+    try:
+        fields = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise SpecError(f"{path}: not YAML: {error}") from None
+    if not isinstance(fields, dict):
+        raise SpecError(f"{path}: expected a mapping with prefill and decode pools, found {type(fields).__name__}")
+    return _validate({"name": path.stem} | fields, str(path))
+
+
+def _validate(fields: dict[str, Any], where: str) -> ClusterSpec:
+    try:
+        return ClusterSpec.model_validate(fields)
+    except ValidationError as error:
+        lines = []
+        for problem in error.errors():
+            field = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+            found = "" if isinstance(problem["input"], (dict, list)) else f", found {problem['input']!r}"
+            lines.append(f"{where}: {field}: {problem['msg']}{found}")
+        raise SpecError("\n".join(lines)) from None

@@ -1,0 +1,392 @@
+"""The types everything turns on: `ClusterState`, `Decision`, `Outcome`, and the simulator's `World` around the state.
+
+A `ClusterState` holds what a scheduler may know, as plain structured arrays. The simulator keeps one; the live
+sidecar keeps one. `World` adds what only the simulator knows (output lengths, timers, pins, recency). All of it
+is arrays, so a state forks by copying memory. docs/physics.md defines every quantity.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Records = np.ndarray  # a structured array; its dtype is named beside each field
+
+
+class Source(IntEnum):
+    """Where the reused prefix of a prefill comes from ([A] Algorithm 1)."""
+
+    LOCAL = 0
+    FETCH = 1
+    RECOMPUTE = 2
+
+
+class Status(IntEnum):
+    """What became of a request. Every request ends in exactly one of the last three."""
+
+    OPEN = 0
+    REJECTED_AT_ARRIVAL = 1
+    REJECTED_AT_DECODE = 2
+    COMPLETED = 3
+
+
+# --- parameters (docs/physics.md, "Parameters") ----------------------------------------------------------------
+
+CLUSTER_PARAMETERS = np.dtype(
+    [
+        ("block_tokens", "i8"),
+        ("kv_bytes_per_token", "f8"),
+        ("layers", "f8"),
+        ("transfer_latency_s", "f8"),
+        ("ttft_slo_s", "f8"),
+        ("tbt_slo_s", "f8"),
+        ("tbt_tail_share", "f8"),
+        ("decode_recheck", "i8"),
+        ("prior_output_tokens", "f8"),
+        ("prior_decode_s", "f8"),
+        ("rate_horizon_s", "f8"),
+    ],
+    align=True,
+)
+PREFILL_PARAMETERS = np.dtype(
+    [
+        ("base_s", "f8"),
+        ("linear_s", "f8"),
+        ("quadratic_s", "f8"),
+        ("chunk_tokens", "i8"),
+        ("chunk_overhead_s", "f8"),
+        ("h2d_bytes_per_s", "f8"),
+        ("nic_bytes_per_s", "f8"),
+        ("device_blocks", "i8"),
+        ("host_blocks", "i8"),
+    ],
+    align=True,
+)
+DECODE_PARAMETERS = np.dtype(
+    [
+        ("step_base_s", "f8"),
+        ("step_request_s", "f8"),
+        ("step_token_s", "f8"),
+        ("join_bytes_per_s", "f8"),
+        ("nic_bytes_per_s", "f8"),
+        ("kv_capacity_tokens", "i8"),
+        ("max_batch", "i8"),
+    ],
+    align=True,
+)
+
+
+class Parameters(NamedTuple):
+    """A `ClusterSpec` as arrays: `cluster` [1], `prefill` [P], `decode` [D]."""
+
+    cluster: Records  # CLUSTER_PARAMETERS
+    prefill: Records  # PREFILL_PARAMETERS
+    decode: Records  # DECODE_PARAMETERS
+
+
+# --- what a scheduler may know ---------------------------------------------------------------------------------
+
+CLOCK = np.dtype(
+    [
+        ("now_s", "f8"),
+        ("last_arrival_s", "f8"),
+        ("since_last_arrival_s", "f8"),
+        ("arrival_rate", "f8"),
+        ("expected_output_tokens", "f8"),
+        ("expected_decode_s", "f8"),
+        ("in_flight", "i8"),
+        # counters since the start
+        ("arrived", "i8"),
+        ("good", "i8"),
+        ("violated", "i8"),
+        ("rejected_at_arrival", "i8"),
+        ("rejected_at_decode", "i8"),
+        ("wasted_prefill_s", "f8"),
+        ("prefill_s", "f8"),
+    ],
+    align=True,
+)
+PREFILL = np.dtype(
+    [
+        ("up", "i8"),
+        ("running", "i8"),
+        ("queue_requests", "i8"),
+        ("running_end_s", "f8"),  # the scheduler's estimate
+        ("queued_s", "f8"),  # predicted seconds of prefill in the queue, the running one excluded
+        ("host_used", "i8"),
+        ("device_used", "i8"),
+        ("tx_flows", "i8"),
+        ("rx_flows", "i8"),
+        ("tx_used", "f8"),  # bytes per second
+        ("rx_used", "f8"),
+        ("tx_backlog_bytes", "f8"),
+    ],
+    align=True,
+)
+DECODE = np.dtype(
+    [
+        ("up", "i8"),
+        ("batch", "i8"),
+        ("kv_tokens", "f8"),  # context tokens of the batch at updated_s
+        ("updated_s", "f8"),
+        ("pending_requests", "i8"),  # assigned, not yet joined
+        ("pending_tokens", "f8"),
+        ("waiting_requests", "i8"),  # of those, with their KV here, waiting to join
+        ("waiting_tokens", "f8"),
+        ("stall_rate", "f8"),  # seconds of join stall per second
+        ("join_rate", "f8"),
+        ("last_join_s", "f8"),
+        ("rx_flows", "i8"),
+        ("rx_used", "f8"),
+    ],
+    align=True,
+)
+FLIGHT = np.dtype([("decode", "i4"), ("request", "i4"), ("start_s", "f8"), ("tokens", "f8")], align=True)
+
+# rows of `ClusterState.blocks`: residency per tier; blocks an admitted request will bring; of these, blocks in transfer
+HOST, DEVICE, PENDING, TRANSIT = 0, 1, 2, 3
+ROWS = 4
+
+
+class ClusterState(NamedTuple):
+    """What a scheduler may know about the cluster, now.
+
+    `blocks[b, row, w]` is a bit mask over prefill instances 64 w .. 64 w + 63: who holds block b in that tier.
+    `flight[:clock.in_flight]` lists the admitted requests with the time each is expected in its decode batch.
+    """
+
+    clock: Records  # CLOCK [1]
+    prefill: Records  # PREFILL [P]
+    decode: Records  # DECODE [D]
+    blocks: NDArray[np.int64]  # [blocks, ROWS, words]
+    flight: Records  # FLIGHT [capacity]
+
+
+# --- what a policy sees -------------------------------------------------------------------------------------------
+
+REQUEST_FEATURES = np.dtype(
+    [
+        ("input_tokens", "f8"),
+        ("best_tokens", "f8"),  # longest reusable prefix on any instance
+        ("since_last_arrival_s", "f8"),
+        ("ttft_slo_s", "f8"),
+        ("tbt_slo_s", "f8"),
+    ],
+    align=True,
+)
+PREFILL_FEATURES = np.dtype(
+    [
+        ("queue_s", "f8"),  # until this request would start here
+        ("queue_requests", "f8"),
+        ("local_tokens", "f8"),  # reusable prefix here, in any tier or on its way
+        ("device_tokens", "f8"),  # of it, on the device
+        ("fetch_tokens", "f8"),  # what a fetch from the best holder would add
+        ("fetch_s", "f8"),  # how long the fetch would take
+        ("ttft_local_s", "f8"),
+        ("ttft_fetch_s", "f8"),  # equals ttft_local_s where there is nothing to fetch
+        ("ttft_recompute_s", "f8"),
+        ("tx_used_share", "f8"),
+        ("rx_used_share", "f8"),
+        ("host_used_share", "f8"),
+        ("device_used_share", "f8"),
+    ],
+    align=True,
+)
+DECODE_FEATURES = np.dtype(
+    [
+        ("batch", "f8"),
+        ("kv_tokens", "f8"),
+        ("free_tokens", "f8"),  # after all that is pending, with the expected output of each
+        ("pending_requests", "f8"),
+        ("pending_tokens", "f8"),
+        ("waiting_requests", "f8"),
+        ("tbt_now_s", "f8"),  # this request in the present batch
+        ("tbt_assigned_s", "f8"),  # with all that is pending too
+        ("tbt_at_join_s", "f8"),  # forecast for when this request would join
+        ("rx_used_share", "f8"),
+    ],
+    align=True,
+)
+CLUSTER_FEATURES = np.dtype(
+    [
+        ("arrival_rate", "f8"),
+        ("in_flight", "f8"),
+        ("expected_output_tokens", "f8"),
+        ("expected_decode_s", "f8"),
+        ("prefill_load", "f8"),  # least predicted TTFT over the TTFT SLO ([A] 7.1)
+        ("decode_load_now", "f8"),  # least tbt_now over the TBT SLO
+        ("decode_load_forecast", "f8"),  # mean tbt_at_join over the TBT SLO ([A] 7.4)
+    ],
+    align=True,
+)
+
+
+class Observation(NamedTuple):
+    """What a policy sees. All features are float64 in physical units; a batch has a leading axis.
+
+    `prefill_mask[p, s]`: instance p is up and source s (`Source`) is a choice of its own there.
+    `decode_mask[d]`: instance d is up.
+    """
+
+    request: Records  # REQUEST_FEATURES [1]
+    prefill: Records  # PREFILL_FEATURES [P]
+    decode: Records  # DECODE_FEATURES [D]
+    cluster: Records  # CLUSTER_FEATURES [1]
+    prefill_mask: NDArray[np.uint8]  # [P, 3]
+    decode_mask: NDArray[np.uint8]  # [D]
+
+
+# --- what is decided, and what becomes of it -------------------------------------------------------------------
+
+
+class Decision(NamedTuple):
+    """Reject (prefill < 0), or where a request goes, with the predictions it was based on."""
+
+    prefill: int
+    decode: int
+    source: Source
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+
+    @property
+    def rejected(self) -> bool:
+        return self.prefill < 0
+
+
+OUTCOME = np.dtype(
+    [
+        ("status", "i4"),
+        ("good", "i4"),
+        ("prefill", "i4"),
+        ("decode", "i4"),
+        ("source", "i4"),
+        ("fetched_blocks", "i4"),
+        ("reused_tokens", "i4"),
+        ("device_tokens", "i4"),  # of the reused, those that were on the device already
+        ("predicted_ttft_s", "f8"),
+        ("predicted_tbt_s", "f8"),
+        ("prefill_start_s", "f8"),
+        ("prefill_end_s", "f8"),
+        ("prefill_s", "f8"),
+        ("kv_ready_s", "f8"),
+        ("join_s", "f8"),
+        ("finish_s", "f8"),
+        ("ttft_s", "f8"),
+        ("tbt_s", "f8"),
+        ("tbt_mean_s", "f8"),
+    ],
+    align=True,
+)
+"""One row per request: the `Outcome`. Times are NaN and indices -1 where the request never got that far."""
+
+
+# --- what only the simulator knows ------------------------------------------------------------------------------
+
+JOB = np.dtype(
+    [
+        ("hit", "i4"),  # blocks pinned at the decision
+        ("local", "i4"),  # a fetch brings blocks [local, hit)
+        ("holder", "i4"),
+        ("landed", "i4"),  # no fetch under way
+        ("next", "i4"),  # next in the prefill queue, later in the decode FIFO
+        ("flight", "i4"),
+        ("first_segment", "i8"),
+        ("predicted_s", "f8"),
+        ("fetch_eta_s", "f8"),
+        ("duration_s", "f8"),
+        ("compute_s", "f8"),
+    ],
+    align=True,
+)
+PREFILL_TIMER = np.dtype(
+    [
+        ("queue_head", "i4"),
+        ("queue_tail", "i4"),
+        ("job", "i4"),
+        ("last_release", "i4"),
+    ],
+    align=True,
+)
+EVICTION = np.dtype([("release", "i4"), ("position", "i4")], align=True)  # where eviction has got to in the chain of releases
+DECODE_TIMER = np.dtype(
+    [
+        ("iteration", "i8"),
+        ("segments", "i8"),
+        ("planned", "i8"),  # iterations until the next boundary that matters
+        ("wait_head", "i4"),
+        ("wait_tail", "i4"),
+        ("reserved_tokens", "i8"),
+        ("step_s", "f8"),  # first iteration of the present segment
+        ("growth_s", "f8"),  # by how much each next iteration is longer
+        ("stall_s", "f8"),  # stall before the present segment
+    ],
+    align=True,
+)
+RELEASE = np.dtype([("next", "i4"), ("start", "i4"), ("stop", "i4")], align=True)
+FLOW = np.dtype(
+    [
+        ("source", "i4"),  # NIC sides: see kernel/network.py
+        ("target", "i4"),
+        ("position", "i4"),  # in the list of active flows, -1 if none
+        ("phase", "i4"),
+        ("bytes", "f8"),
+        ("remaining", "f8"),
+        ("rate", "f8"),
+        ("cap", "f8"),
+        ("updated_s", "f8"),
+        ("due_s", "f8"),
+    ],
+    align=True,
+)
+MEMBER = np.dtype([("leave", "i8"), ("request", "i8")], align=True)
+SEGMENT = np.dtype([("step_s", "f8"), ("growth_s", "f8"), ("stall_s", "f8"), ("count", "f8")], align=True)
+ENGINE = np.dtype(
+    [
+        ("next_request", "i8"),
+        ("requests", "i8"),
+        ("blocks", "i8"),
+        ("active_flows", "i8"),
+        ("recheck", "i8"),
+        ("error", "i8"),
+    ],
+    align=True,
+)
+
+
+class World(NamedTuple):
+    """One simulated cluster: its state, the requests it gets, and the machinery of the simulator."""
+
+    state: ClusterState
+    # the requests, in order of arrival
+    arrival_s: NDArray[np.float64]
+    input_tokens: NDArray[np.int32]
+    output_tokens: NDArray[np.int32]
+    block_offsets: NDArray[np.int64]
+    block_ids: NDArray[np.int32]
+    # per request
+    outcomes: Records  # OUTCOME
+    jobs: Records  # JOB
+    # the machinery
+    engine: Records  # ENGINE [1]
+    prefill_timers: Records  # PREFILL_TIMER [P]
+    decode_timers: Records  # DECODE_TIMER [D]
+    evictions: Records  # EVICTION [P, 2], per tier
+    pins: NDArray[np.int32]  # [blocks, P]
+    stamps: NDArray[np.int32]  # [blocks, P], last release
+    releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
+    flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
+    active: NDArray[np.int32]  # [2 R] active flows
+    members: Records  # MEMBER [D, max_batch], by leaving iteration, last first
+    segments: Records  # SEGMENT [D, ring]
+    due_s: NDArray[np.float64]  # [P + D + 1] next event of each prefill, each decode, the network
+    winners: NDArray[np.int32]  # tournament tree over due_s
+    # room to work in, nothing kept but the match
+    scratch_tail: NDArray[np.float64]  # [2 ring, 5]
+    scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
+    scratch_forecast: NDArray[np.float64]  # [D, 2]
+    scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
+    scratch_capacity: NDArray[np.float64]  # [2 P + D]
+    scratch_members: NDArray[np.int32]  # [2 R]

@@ -1,0 +1,268 @@
+"""Routers: which prefill instance, which decode instance, and where the prefix comes from.
+
+Each is one compiled function with the signature `envs.kernel.replay.ROUTER`: it reads an `Observation`, its parameters
+`values` and its `memory`, and writes `decision[0:3] = prefill, decode, source` (prefill -1 rejects). The same
+machine code runs inside a replay and on a live observation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from envs.kernel.compile import compiled
+from envs.kernel.memory import (
+    cluster_features,
+    decode_allowed,
+    decode_features,
+    prefill_features,
+    request_features,
+    source_allowed,
+)
+from envs.state import Source
+
+LOCAL, FETCH = int(Source.LOCAL), int(Source.FETCH)
+
+
+@compiled
+def random_below(memory, limit):
+    """A number in [0, limit) from the generator in memory[0] (splitmix64)."""
+    memory[0] = memory[0] + np.uint64(0x9E3779B97F4A7C15)
+    z = memory[0]
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    z = z ^ (z >> np.uint64(31))
+    return np.int64((z >> np.uint64(11)) % np.uint64(limit))
+
+
+@compiled
+def _random_prefill(observation, memory):
+    """A random prefill instance that is up; -1 if none is."""
+    up = 0
+    for p in range(observation.prefills):
+        up += source_allowed(observation, p, LOCAL)
+    chosen = random_below(memory, up) if up > 0 else 0
+    for p in range(observation.prefills):
+        if source_allowed(observation, p, LOCAL):
+            if chosen == 0:
+                return p
+            chosen -= 1
+    return -1
+
+
+@compiled
+def _random_decode(observation, memory):
+    """A random decode instance that is up; -1 if none is."""
+    up = 0
+    for d in range(observation.decodes):
+        up += decode_allowed(observation, d)
+    chosen = random_below(memory, up) if up > 0 else 0
+    for d in range(observation.decodes):
+        if decode_allowed(observation, d):
+            if chosen == 0:
+                return d
+            chosen -= 1
+    return -1
+
+
+@compiled
+def lightest_decode(observation):
+    """The decode instance with the least predicted TBT, among those with KV room if any has it (paper B4)."""
+    need = request_features(observation).input_tokens + cluster_features(observation).expected_output_tokens
+    best = -1
+    best_roomy = False
+    for d in range(observation.decodes):
+        if not decode_allowed(observation, d):
+            continue
+        features = decode_features(observation, d)
+        roomy = features.free_tokens >= need
+        if (
+            best < 0
+            or (roomy and not best_roomy)
+            or (roomy == best_roomy and features.tbt_assigned_s < decode_features(observation, best).tbt_assigned_s)
+        ):
+            best = d
+            best_roomy = roomy
+    return best
+
+
+@compiled
+def random(observation, values, memory, decision):
+    """Any prefill and any decode instance."""
+    p = _random_prefill(observation, memory)
+    d = _random_decode(observation, memory)
+    decision[0] = p if d >= 0 else -1
+    decision[1] = d
+    decision[2] = LOCAL
+
+
+@compiled
+def round_robin(observation, values, memory, decision):
+    """Each pool in turn; memory[1] and memory[2] count."""
+    decision[0] = -1
+    decision[1] = -1
+    decision[2] = LOCAL
+    for _ in range(observation.decodes):
+        d = np.int64(memory[2] % np.uint64(observation.decodes))
+        memory[2] += np.uint64(1)
+        if decode_allowed(observation, d):
+            decision[1] = d
+            break
+    if decision[1] < 0:
+        return
+    for _ in range(observation.prefills):
+        p = np.int64(memory[1] % np.uint64(observation.prefills))
+        memory[1] += np.uint64(1)
+        if source_allowed(observation, p, LOCAL):
+            decision[0] = p
+            break
+
+
+@compiled
+def load_balancing(observation, values, memory, decision):
+    """The prefill instance with the least queued work, blind to caches (paper B5)."""
+    best = -1
+    for p in range(observation.prefills):
+        if source_allowed(observation, p, LOCAL) and (
+            best < 0 or prefill_features(observation, p).queue_s < prefill_features(observation, best).queue_s
+        ):
+            best = p
+    decision[1] = lightest_decode(observation)
+    decision[0] = best if decision[1] >= 0 else -1
+    decision[2] = LOCAL
+
+
+@compiled
+def power_of_two(observation, values, memory, decision):
+    """Of two random instances of each pool, the one with less to do."""
+    p = _random_prefill(observation, memory)
+    other = _random_prefill(observation, memory)
+    if p >= 0 and prefill_features(observation, other).queue_s < prefill_features(observation, p).queue_s:
+        p = other
+    d = _random_decode(observation, memory)
+    other = _random_decode(observation, memory)
+    if (
+        d >= 0
+        and decode_features(observation, other).tbt_assigned_s < decode_features(observation, d).tbt_assigned_s
+    ):
+        d = other
+    decision[0] = p if d >= 0 else -1
+    decision[1] = d
+    decision[2] = LOCAL
+
+
+@compiled
+def cache_aware(observation, values, memory, decision):
+    """Least predicted TTFT with what each instance has itself: KVCache never moves (paper B5, "local")."""
+    best = -1
+    for p in range(observation.prefills):
+        if source_allowed(observation, p, LOCAL) and (
+            best < 0 or prefill_features(observation, p).ttft_local_s < prefill_features(observation, best).ttft_local_s
+        ):
+            best = p
+    decision[1] = lightest_decode(observation)
+    decision[0] = best if decision[1] >= 0 else -1
+    decision[2] = LOCAL
+
+
+@compiled
+def conductor(observation, values, memory, decision):
+    """Algorithm 1 of [A]: least predicted TTFT, where an instance fetches the best prefix if it is worth it.
+
+    values[0]: kvcache_balancing_threshold; an instance fetches when the best prefix is longer than its own by more than this
+    factor. values[1]: 1 to fetch only where that is also predicted to be faster (paper G4), 0 for the algorithm as printed.
+    """
+    threshold = values[0]
+    best = -1
+    best_s = np.inf
+    best_source = LOCAL
+    for p in range(observation.prefills):
+        if not source_allowed(observation, p, LOCAL):
+            continue
+        features = prefill_features(observation, p)
+        source = LOCAL
+        ttft_s = features.ttft_local_s
+        if (
+            source_allowed(observation, p, FETCH)
+            and features.local_tokens + features.fetch_tokens > threshold * features.local_tokens
+            and (values[1] == 0.0 or features.ttft_fetch_s < ttft_s)
+        ):
+            source = FETCH
+            ttft_s = features.ttft_fetch_s
+        if ttft_s < best_s:
+            best = p
+            best_s = ttft_s
+            best_source = source
+    decision[1] = lightest_decode(observation)
+    decision[0] = best if decision[1] >= 0 else -1
+    decision[2] = best_source
+
+
+@compiled
+def lmetric(observation, values, memory, decision):
+    """LMetric (arXiv 2603.15202): new prefill tokens times batch size, no knobs.
+
+    For split pools: prefill by (tokens to compute, queued ones included as time at this instance's speed) times
+    (requests there), decode by (tokens there) times (requests there).
+    """
+    n = request_features(observation).input_tokens
+    best = -1
+    best_cost = np.inf
+    for p in range(observation.prefills):
+        if not source_allowed(observation, p, LOCAL):
+            continue
+        features = prefill_features(observation, p)
+        cost = (n - features.local_tokens) * (features.queue_requests + 1.0 + (features.queue_s > 0.0))
+        if cost < best_cost:
+            best = p
+            best_cost = cost
+    chosen = -1
+    chosen_cost = np.inf
+    for d in range(observation.decodes):
+        if not decode_allowed(observation, d):
+            continue
+        decode = decode_features(observation, d)
+        cost = (decode.kv_tokens + decode.pending_tokens + n) * (decode.batch + decode.pending_requests + 1.0)
+        if cost < chosen_cost:
+            chosen = d
+            chosen_cost = cost
+    decision[1] = chosen
+    decision[0] = best if chosen >= 0 else -1
+    decision[2] = LOCAL
+
+
+@compiled
+def dynamo(observation, values, memory, decision):
+    """NVIDIA Dynamo's cost, prefill and decode chosen apart (its default selector).
+
+    Prefill: load_scale * max(0, blocks to prefill incl. those queued - overlap credit). Decode: blocks in use. A tie takes
+    the lower index. values: load_scale, device credit, host credit, tokens per block, tokens per queued second.
+    """
+    n = request_features(observation).input_tokens
+    block = values[3]
+    best = -1
+    best_cost = np.inf
+    for p in range(observation.prefills):
+        if not source_allowed(observation, p, LOCAL):
+            continue
+        features = prefill_features(observation, p)
+        device_blocks = features.device_tokens / block
+        host_blocks = (features.local_tokens - features.device_tokens) / block
+        credit = values[1] * device_blocks + values[2] * host_blocks
+        queued_blocks = features.queue_s * values[4] / block
+        cost = values[0] * max(0.0, n / block + queued_blocks - credit)
+        if cost < best_cost:
+            best = p
+            best_cost = cost
+    chosen = -1
+    chosen_cost = np.inf
+    for d in range(observation.decodes):
+        if not decode_allowed(observation, d):
+            continue
+        decode = decode_features(observation, d)
+        cost = decode.kv_tokens + decode.pending_tokens
+        if cost < chosen_cost:
+            chosen = d
+            chosen_cost = cost
+    decision[1] = chosen
+    decision[0] = best if chosen >= 0 else -1
+    decision[2] = LOCAL
