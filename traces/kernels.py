@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-W_GAP, W_USES, W_ONCE, W_SHORT, W_TAIL, W_WHOLE = 1.0, 0.5, 3.0, 12.0, 1.0, 6.0
+W_GAP, W_USES, W_ONCE, W_SHORT, W_TAIL, W_WHOLE = 2.0, 0.5, 3.0, 12.0, 1.0, 6.0
 
 NEVER = np.int64(1) << 62
 """Stack distance of a block that no cache, however large, can hold: its first use."""

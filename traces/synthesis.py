@@ -49,7 +49,6 @@ RATE_SEGMENTS = 20
 SEARCH_REACH = 128
 CALIBRATED_REQUESTS = 100_000
 CALIBRATION_ROUNDS = 8
-DEBUG = 0
 BUILTIN_NAMES = ("conversation", "toolagent", "synthetic")
 
 Floats = NDArray[np.float64]
@@ -321,7 +320,6 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     for _ in range(CALIBRATION_ROUNDS):
         got = [_measure_reuse(synthesize(profile, seed=1000 + k)) for k in range(5)]
         miss = float(np.abs(np.mean([g.figures for g in got], axis=0) - goal.figures).max())
-        if DEBUG: print("round", round(miss,4), curve, once, np.round(np.mean([g.figures for g in got], axis=0) - goal.figures,3))
         if miss < least:
             best, least = profile, miss
         curve = curve * np.clip(goal.matched / np.mean([g.matched for g in got]), 0.8, 1.25)
