@@ -13,12 +13,23 @@ from . import state as _state
 from .kernel import memory
 from .kernel import replay as _replay
 from .spec import ClusterSpec
-from .state import ROWS, ClusterState, Observation, Parameters, World
+from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Source, World
 
 _ERRORS = {
     1: "a decode batch outgrew its max_batch",
     2: "the ring of decode segments is too short for the longest output of this trace",
 }
+
+
+_SIZES = np.array(
+    [
+        getattr(_state, name).itemsize
+        for name in (
+            "CLOCK PREFILL DECODE FLIGHT OUTCOME JOB ENGINE PREFILL_TIMER DECODE_TIMER "
+            "EVICTION RELEASE FLOW MEMBER SEGMENT"
+        ).split()
+    ]
+)
 
 
 def _power_of_two(n: int) -> int:
@@ -52,7 +63,7 @@ class Simulator:
     policy until the end), or is copied with `fork`. Sizes are bounds on what a cluster may be given later.
 
     Args:
-        spec: the cluster.
+        cluster: its description, or the arrays of one.
         clusters: how many.
         max_requests: requests per cluster.
         max_references: sum of their numbers of block ids.
@@ -62,7 +73,7 @@ class Simulator:
 
     def __init__(
         self,
-        spec: ClusterSpec,
+        cluster: ClusterSpec | Parameters,
         *,
         clusters: int = 1,
         max_requests: int,
@@ -70,15 +81,14 @@ class Simulator:
         max_blocks: int,
         max_output_tokens: int,
     ) -> None:
-        self.spec = spec
         self.clusters = clusters
-        self.parameter_tables = spec.parameters()
+        self.parameter_tables = cluster.parameters() if isinstance(cluster, ClusterSpec) else cluster
         self.parameters = parameter_header(self.parameter_tables)
-        self.prefills = p = spec.n_prefill
-        self.decodes = d = spec.n_decode
+        self.prefills = p = len(self.parameter_tables.prefill)
+        self.decodes = d = len(self.parameter_tables.decode)
         c, r, b = clusters, max_requests, max_blocks
         ring = _power_of_two(max_output_tokens + 2)
-        words = (p + 63) // 64
+        words = -(-p // ROW_BITS)
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(self.parameter_tables.decode["max_batch"].max()), r)
@@ -87,7 +97,7 @@ class Simulator:
                 np.zeros((c, 1), _state.CLOCK),
                 np.zeros((c, p), _state.PREFILL),
                 np.zeros((c, d), _state.DECODE),
-                np.zeros((c, b, ROWS, words), np.int64),
+                np.zeros((c, b, words), np.int64),
                 np.zeros((c, r), _state.FLIGHT),
             ),
             np.zeros((c, r)),
@@ -101,8 +111,7 @@ class Simulator:
             np.zeros((c, p), _state.PREFILL_TIMER),
             np.zeros((c, d), _state.DECODE_TIMER),
             np.zeros((c, p, 2), _state.EVICTION),
-            np.zeros((c, b, p), np.int32),
-            np.zeros((c, b, p), np.int32),
+            np.zeros((c, p, b), _state.CELL),
             np.zeros((c, 2 * r), _state.RELEASE),
             np.zeros((c, 2 * r), _state.FLOW),
             np.zeros((c, 2 * r), np.int32),
@@ -146,10 +155,10 @@ class Simulator:
         self._renumber: tuple[str, NDArray[np.int32], NDArray[np.int64]] | None = None
 
     @classmethod
-    def for_trace(cls, spec: ClusterSpec, trace: Trace, *, clusters: int = 1) -> Simulator:
+    def for_trace(cls, cluster: ClusterSpec | Parameters, trace: Trace, *, clusters: int = 1) -> Simulator:
         """Clusters with room for the whole of `trace`, the trace loaded into each."""
         simulator = cls(
-            spec,
+            cluster,
             clusters=clusters,
             max_requests=trace.n_requests,
             max_references=len(trace.block_ids),
@@ -173,10 +182,11 @@ class Simulator:
             ValueError: the trace's blocks do not fit the spec, or the window does not fit the simulator's sizes.
         """
         last = trace.n_requests if last is None else last
-        if trace.has_blocks and trace.block_tokens != self.spec.block_tokens:
+        block_tokens = int(self.parameter_tables.cluster["block_tokens"][0])
+        if trace.has_blocks and trace.block_tokens != block_tokens:
             raise ValueError(
-                f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, cluster {self.spec.name!r} of "
-                f"{self.spec.block_tokens}: convert one, e.g. trace.reblock({self.spec.block_tokens})"
+                f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, the cluster of {block_tokens}: "
+                f"convert one, e.g. trace.reblock({block_tokens})"
             )
         requests = last - first
         references = int(trace.block_offsets[last] - trace.block_offsets[first])
@@ -205,5 +215,54 @@ class Simulator:
             fresh,
             mark,
         )
-        if blocks > self.batch.pins.shape[1]:
-            raise ValueError(f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.pins.shape[1]}")
+        if blocks > self.batch.cells.shape[2]:
+            raise ValueError(f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.cells.shape[2]}")
+
+    def begin(self, cluster: int, *, recheck: bool | None = None) -> None:
+        """Empty a cluster and go back to its first request. `recheck` overrides the spec's `decode_recheck`."""
+        if recheck is None:
+            recheck = bool(self.parameter_tables.cluster["decode_recheck"][0])
+        _replay.begin(self.worlds[cluster], self.parameters, int(recheck))
+
+    def observe(self, cluster: int) -> bool:
+        """Go to a cluster's next arrival and observe it; False when none is left (then the cluster has drained)."""
+        more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters, self.observations[cluster]))
+        self._raise_errors()
+        return more
+
+    def decide(self, cluster: int, prefill: int, decode: int = -1, source: Source = Source.LOCAL) -> None:
+        """Carry out a decision for the observed request; a negative `prefill` rejects it."""
+        _replay.carry_out(
+            self.worlds[cluster], self.parameters, self.observations[cluster], prefill, decode, int(source)
+        )
+
+    def step(self, actions: NDArray[np.int64], done: NDArray[np.bool_], start: int = 0, stop: int | None = None) -> None:
+        """One decision in each cluster start .. stop - 1, then on to the next arrivals (without the GIL).
+
+        Args:
+            actions: int64[clusters]; 0 rejects, else 1 + (prefill * D + decode) * 3 + source.
+            done: bool[clusters], written: where no request is left and the cluster has drained.
+        """
+        stop = self.clusters if stop is None else stop
+        _replay.step(self.worlds, self.parameters, self.observations, actions, done, start, stop)
+        self._raise_errors()
+
+    def fork(self, source: int, target: int) -> None:
+        """Make cluster `target` a copy of cluster `source`, observation included, to try another future from here."""
+        _replay.fork(self.worlds[source], self.worlds[target], _SIZES)
+        for table in self.observation_tables:
+            table[target] = table[source]
+
+    def outcomes(self, cluster: int) -> Records:
+        """The `OUTCOME` records of a cluster's requests [R] (a view)."""
+        return self.batch.outcomes[cluster, : self.requests(cluster)]
+
+    def requests(self, cluster: int) -> int:
+        """How many requests a cluster has been given."""
+        return int(self.batch.engine[cluster, 0]["requests"])
+
+    def _raise_errors(self) -> None:
+        errors = self.batch.engine["error"][:, 0]
+        if errors.any():
+            c = int(np.flatnonzero(errors)[0])
+            raise RuntimeError(f"cluster {c}: {_ERRORS[int(errors[c])]}")

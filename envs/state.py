@@ -146,22 +146,23 @@ DECODE = np.dtype(
 )
 FLIGHT = np.dtype([("decode", "i4"), ("request", "i4"), ("start_s", "f8"), ("tokens", "f8")], align=True)
 
-# rows of `ClusterState.blocks`: residency per tier; blocks an admitted request will bring; of these, blocks in transfer
+# Rows of `ClusterState.blocks`: residency per tier; blocks an admitted request will bring; of these, those in transfer.
 HOST, DEVICE, PENDING, TRANSIT = 0, 1, 2, 3
-ROWS = 4
+ROW_BITS = 16  # instances per word
 
 
 class ClusterState(NamedTuple):
     """What a scheduler may know about the cluster, now.
 
-    `blocks[b, row, w]` is a bit mask over prefill instances 64 w .. 64 w + 63: who holds block b in that tier.
+    `blocks[b, w]` holds four rows of 16 bits for prefill instances 16 w .. 16 w + 15: bit 16 row + (p mod 16) of word
+    p // 16 is set when block b is in that row (`HOST`, `DEVICE`, ...) for instance p.
     `flight[:clock.in_flight]` lists the admitted requests with the time each is expected in its decode batch.
     """
 
     clock: Records  # CLOCK [1]
     prefill: Records  # PREFILL [P]
     decode: Records  # DECODE [D]
-    blocks: NDArray[np.int64]  # [blocks, ROWS, words]
+    blocks: NDArray[np.int64]  # [blocks, words]
     flight: Records  # FLIGHT [capacity]
 
 
@@ -310,6 +311,7 @@ PREFILL_TIMER = np.dtype(
     ],
     align=True,
 )
+CELL = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # a block on an instance: its last release, its users
 EVICTION = np.dtype([("release", "i4"), ("position", "i4")], align=True)  # where eviction has got to in the chain of releases
 DECODE_TIMER = np.dtype(
     [
@@ -374,8 +376,7 @@ class World(NamedTuple):
     prefill_timers: Records  # PREFILL_TIMER [P]
     decode_timers: Records  # DECODE_TIMER [D]
     evictions: Records  # EVICTION [P, 2], per tier
-    pins: NDArray[np.int32]  # [blocks, P]
-    stamps: NDArray[np.int32]  # [blocks, P], last release
+    cells: Records  # CELL [P, blocks]
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
     active: NDArray[np.int32]  # [2 R] active flows

@@ -591,7 +591,7 @@ class ReferenceCluster:
         job.fetch_s = view.fetch_s
         job.fetch_landed = False
         job.holder = view.holder
-        job.holder_pins = list(blocks[view.local_k : job.hit])
+        job.holder_pins = list(blocks[: job.hit])
         self.prefill[view.holder].pin(job.holder_pins)
         self._start_transfer(
             job,

@@ -97,7 +97,6 @@ def land_stream(world, parameters, request):
         decode.pending_tokens -= n
         withdraw(world, request)
         outcome.status = REJECTED_AT_DECODE
-        outcome.finish_s = clock.now_s
         clock.rejected_at_decode += 1
         clock.wasted_prefill_s += outcome.prefill_s
         return

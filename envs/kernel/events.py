@@ -6,12 +6,12 @@ import math
 
 import numpy as np
 
-from ..state import ROWS, Status
+from ..state import Status
 from .compile import compiled
 from .decode import boundary, land_stream
 from .memory import (
     arrival_of,
-    cell,
+    cell_of,
     clock_of,
     cluster_of,
     decode_of,
@@ -19,9 +19,7 @@ from .memory import (
     engine_of,
     eviction_of,
     flow_of,
-    i4_at,
     i8_at,
-    mask_index,
     outcome_of,
     prefill_of,
     prefill_timer_of,
@@ -92,11 +90,8 @@ def decide(world, parameters, prefill, decode, source, ttft_s, tbt_s, fetch_s):
     request = engine.next_request
     engine.next_request += 1
     if prefill < 0:
-        clock = clock_of(state_of(world))
-        outcome = outcome_of(world, request)
-        outcome.status = REJECTED_AT_ARRIVAL
-        outcome.finish_s = clock.now_s
-        clock.rejected_at_arrival += 1
+        outcome_of(world, request).status = REJECTED_AT_ARRIVAL
+        clock_of(state_of(world)).rejected_at_arrival += 1
     else:
         admit(world, parameters, request, prefill, decode, source, ttft_s, tbt_s, fetch_s)
 
@@ -170,16 +165,14 @@ def reset(world, parameters):
         run.step_s = 0.0
         run.growth_s = 0.0
         run.stall_s = 0.0
-    masks = i8_at(state.blocks)
-    pins = i4_at(world.pins)
-    stamps = i4_at(world.stamps)
-    if engine.blocks > 0:
-        last = engine.blocks - 1
-        for i in range(mask_index(state, last, ROWS - 1, state.words - 1) + 1):
-            masks[i] = 0
-        for i in range(cell(world, last, world.prefills - 1) + 1):
-            pins[i] = 0
-            stamps[i] = -1
+    words = i8_at(state.blocks)
+    for i in range(engine.blocks * state.words):
+        words[i] = 0
+    for p in range(world.prefills):
+        for b in range(engine.blocks):
+            cell = cell_of(world, b, p)
+            cell.stamp = -1
+            cell.pins = 0
     for r in range(engine.requests):
         outcome = outcome_of(world, r)
         outcome.status = 0

@@ -9,64 +9,63 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, HOST, PENDING
+from ..state import DEVICE, HOST, PENDING, ROW_BITS
 from .compile import compiled
 from .memory import (
     blocks_of,
-    cell,
+    cell_of,
     engine_of,
     eviction_of,
     i4_at,
     i8_at,
-    mask_index,
     prefill_of,
     prefill_timer_of,
     release_of,
+    row_bit,
     state_of,
+    word_index,
 )
 
 
 @compiled
 def has(state, block, row, p):
-    """Whether the bit of instance p is set in a row of a block."""
-    return (i8_at(state.blocks)[mask_index(state, block, row, p >> 6)] >> (p & 63)) & 1 != 0
+    """Whether a block is in a row for instance p."""
+    return i8_at(state.blocks)[word_index(state, block, p)] & row_bit(row, p) != 0
 
 
 @compiled
 def put(state, block, row, p):
-    """Set the bit of instance p."""
-    i8_at(state.blocks)[mask_index(state, block, row, p >> 6)] |= np.int64(1) << (p & 63)
+    """Put a block in a row for instance p."""
+    i8_at(state.blocks)[word_index(state, block, p)] |= row_bit(row, p)
 
 
 @compiled
 def drop(state, block, row, p):
-    """Clear the bit of instance p."""
-    i8_at(state.blocks)[mask_index(state, block, row, p >> 6)] &= ~(np.int64(1) << (p & 63))
+    """Take a block out of a row for instance p."""
+    i8_at(state.blocks)[word_index(state, block, p)] &= ~row_bit(row, p)
 
 
 @compiled
 def match(state, block_ids, count, local, ready, device):
     """Leading blocks per instance of the `count` ids at `block_ids`: resident or pending, resident, on device.
 
-    One walk for all instances; stops where no instance goes on. Writes int64 `local`, `ready`, `device` [P].
+    One walk for 16 instances; stops where none of them goes on. Writes int64 `local`, `ready`, `device` [P].
     """
-    masks = i8_at(state.blocks)
+    words = i8_at(state.blocks)
     ids = i4_at(block_ids)
-    for word in range(state.words):
-        first = word << 6
-        last = min(first + 64, state.prefills)
+    for first in range(0, state.prefills, ROW_BITS):
+        last = min(first + ROW_BITS, state.prefills)
         for p in range(first, last):
             local[p] = count
             ready[p] = count
             device[p] = count
-        everyone = np.int64(-1) if last - first == 64 else (np.int64(1) << (last - first)) - 1
-        alive_local = everyone
-        alive_ready = everyone
-        alive_device = everyone
+        alive_local = (np.int64(1) << (last - first)) - 1
+        alive_ready = alive_local
+        alive_device = alive_local
         for i in range(count):
-            at = mask_index(state, ids[i], HOST, word)
-            host = masks[at + HOST * state.words]
-            still = alive_local & (host | masks[at + PENDING * state.words])
+            word = words[word_index(state, ids[i], first)]
+            host = word  # the host row is the lowest; what is above it is masked away by `alive`
+            still = alive_local & (host | (word >> (ROW_BITS * PENDING)))
             if still != alive_local:
                 _note(alive_local & ~still, first, i, local)
                 alive_local = still
@@ -74,7 +73,7 @@ def match(state, block_ids, count, local, ready, device):
             if still != alive_ready:
                 _note(alive_ready & ~still, first, i, ready)
                 alive_ready = still
-            still = alive_device & masks[at + DEVICE * state.words]
+            still = alive_device & (word >> (ROW_BITS * DEVICE))
             if still != alive_device:
                 _note(alive_device & ~still, first, i, device)
                 alive_device = still
@@ -88,7 +87,7 @@ def _note(gone, first, length, lengths):
     while gone != 0:
         if gone & 1:
             lengths[p] = length
-        gone = (gone >> 1) & np.int64(0x7FFFFFFFFFFFFFFF)
+        gone >>= 1
         p += 1
 
 
@@ -106,12 +105,10 @@ def release(world, p, entry, start, stop):
         return
     address, _ = blocks_of(world, _request_of(world, entry))
     ids = i4_at(address)
-    stamps = i4_at(world.stamps)
-    pins = i4_at(world.pins)
     for i in range(start, stop):
-        at = cell(world, ids[i], p)
-        stamps[at] = entry
-        pins[at] -= 1
+        cell = cell_of(world, ids[i], p)
+        cell.stamp = entry
+        cell.pins -= 1
     released = release_of(world, entry)
     released.next = -1
     released.start = start
@@ -132,9 +129,8 @@ def pin(world, request, p, start, stop):
     """Keep blocks [start, stop) of the request on instance p until they are released there."""
     address, _ = blocks_of(world, request)
     ids = i4_at(address)
-    pins = i4_at(world.pins)
     for i in range(start, stop):
-        pins[cell(world, ids[i], p)] += 1
+        cell_of(world, ids[i], p).pins += 1
 
 
 @compiled
@@ -151,8 +147,7 @@ def _evict(world, p, tier):
     state = state_of(world)
     prefill = prefill_of(state, p)
     place = eviction_of(world, p, tier)
-    stamps = i4_at(world.stamps)
-    pins = i4_at(world.pins)
+    words = i8_at(state.blocks)
     while place.release >= 0:
         entry = place.release
         address, _ = blocks_of(world, _request_of(world, entry))
@@ -162,16 +157,20 @@ def _evict(world, p, tier):
         while position >= released.start:
             b = ids[position]
             position -= 1
-            at = cell(world, b, p)
-            if stamps[at] == entry and pins[at] == 0 and has(state, b, tier, p):
-                if tier == HOST:
-                    drop(state, b, HOST, p)
-                    prefill.host_used -= 1
-                if has(state, b, DEVICE, p):
-                    drop(state, b, DEVICE, p)
-                    prefill.device_used -= 1
-                place.position = position
-                return True
+            cell = cell_of(world, b, p)
+            if cell.stamp == entry and cell.pins == 0:
+                at = word_index(state, b, p)
+                word = words[at]
+                if word & row_bit(tier, p) != 0:
+                    if tier == HOST:
+                        word &= ~row_bit(HOST, p)
+                        prefill.host_used -= 1
+                    if word & row_bit(DEVICE, p) != 0:
+                        word &= ~row_bit(DEVICE, p)
+                        prefill.device_used -= 1
+                    words[at] = word
+                    place.position = position
+                    return True
         place.position = position
         if released.next < 0:
             return False

@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import state as _state
-from ..state import ROWS
+from ..state import ROW_BITS
 from .compile import compiled
 
 CHECKED = os.environ.get("CONDUCTOR_CHECK_BOUNDS", "0") not in ("", "0")
@@ -105,6 +105,7 @@ _engine_at = _record_at(_state.ENGINE)
 _prefill_timer_at = _record_at(_state.PREFILL_TIMER)
 _decode_timer_at = _record_at(_state.DECODE_TIMER)
 _eviction_at = _record_at(_state.EVICTION)
+_cell_at = _record_at(_state.CELL)
 _release_at = _record_at(_state.RELEASE)
 _flow_at = _record_at(_state.FLOW)
 _member_at = _record_at(_state.MEMBER)
@@ -170,9 +171,15 @@ def flight_of(state, i):
 
 
 @compiled
-def mask_index(state, block, row, word):
-    """Where in `state.blocks` the mask of a block in a row is."""
-    return (check(block, state.block_capacity) * ROWS + row) * state.words + check(word, state.words)
+def word_index(state, block, p):
+    """Where in `state.blocks` the rows of a block for instance p are."""
+    return check(block, state.block_capacity) * state.words + check(p >> 4, state.words)
+
+
+@compiled
+def row_bit(row, p):
+    """The bit of instance p in a row of a block's word."""
+    return np.int64(1) << (ROW_BITS * row + (p & 15))
 
 
 # --- world ----------------------------------------------------------------------------------------------------------
@@ -232,9 +239,8 @@ def eviction_of(world, p, tier):
 
 
 @compiled
-def cell(world, block, p):
-    """Where in `pins` and `stamps` a block on an instance is."""
-    return check(block, world.block_capacity) * world.prefills + check(p, world.prefills)
+def cell_of(world, block, p):
+    return _cell_at(world.cells, check(p, world.prefills) * world.block_capacity + check(block, world.block_capacity))
 
 
 @compiled

@@ -12,7 +12,7 @@ from .latency import compute_time, prefill_time, reuse_tokens
 from .memory import (
     arrival_of,
     blocks_of,
-    cell,
+    cell_of,
     clock_of,
     cluster_of,
     decode_of,
@@ -27,7 +27,9 @@ from .memory import (
     prefill_node_of,
     prefill_of,
     prefill_timer_of,
+    row_bit,
     state_of,
+    word_index,
 )
 from .network import lift_cap, start_flow
 from .timers import set_due
@@ -80,7 +82,6 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
         source = LOCAL
         holder = find_holder(state, ready, p)
         if holder >= 0 and ready[holder] > hit:
-            pins = i4_at(world.pins)
             for i in range(hit, ready[holder]):
                 b = ids[i]
                 if not has(state, b, HOST, p) and not has(state, b, TRANSIT, p):
@@ -89,7 +90,7 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
                     prefill.host_used += 1
                     put(state, b, TRANSIT, p)
                     in_transfer += 1
-                pins[cell(world, b, p)] += 1
+                cell_of(world, b, p).pins += 1
                 hit = i + 1
             if in_transfer > 0:
                 source = FETCH
@@ -98,7 +99,7 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
                 pin(world, request, holder, 0, hit)
                 size = in_transfer * cluster.block_tokens * cluster.kv_bytes_per_token
                 start_flow(world, parameters, request, holder, world.prefills + p, size, np.inf)
-    for i in range(count):
+    for i in range(job.local, count):
         if not has(state, ids[i], HOST, p):
             put(state, ids[i], PENDING, p)
     job.hit = hit
@@ -238,28 +239,27 @@ def end_prefill(world, parameters, p):
     prefill.running = 0
     set_due(world, p, np.inf)
 
-    resident = 0  # leading blocks
-    room = True
+    # 1. what was computed becomes usable, as far as room can be made
+    words = i8_at(state.blocks)
+    resident = count  # leading blocks
     for i in range(count):
-        b = ids[i]
-        drop(state, b, PENDING, p)
-        if room and not has(state, b, HOST, p):
-            if has(state, b, TRANSIT, p):  # on its way to a later request: it has a place already
-                drop(state, b, TRANSIT, p)
-                put(state, b, HOST, p)
+        at = word_index(state, ids[i], p)
+        word = words[at] & ~row_bit(PENDING, p)
+        words[at] = word
+        if resident == count and word & row_bit(HOST, p) == 0:
+            if word & row_bit(TRANSIT, p) != 0:  # on its way to a later request: it has a place already
+                words[at] = word ^ (row_bit(TRANSIT, p) | row_bit(HOST, p))
             elif make_room(world, p, HOST, node.host_blocks):
-                put(state, b, HOST, p)
+                words[at] = word | row_bit(HOST, p)
                 prefill.host_used += 1
             else:
-                room = False
-        if room:
-            resident = i + 1
+                resident = i
     for i in range(resident):
-        b = ids[i]
-        if not has(state, b, DEVICE, p):
+        at = word_index(state, ids[i], p)
+        if words[at] & row_bit(DEVICE, p) == 0:
             if not make_room(world, p, DEVICE, node.device_blocks):
                 break
-            put(state, b, DEVICE, p)
+            words[at] |= row_bit(DEVICE, p)
             prefill.device_used += 1
     release(world, p, request, 0, count)
 

@@ -19,13 +19,12 @@ import numpy as np
 from numba import types
 
 from ..observe import observe
-from ..state import ROWS, Source
+from ..state import Source
 from .compile import compiled
 from .events import arrive, decide, reset
 from .memory import (
     OBSERVATION,
     blocks_of,
-    cell,
     clock_of,
     decode_features,
     decode_of,
@@ -36,7 +35,6 @@ from .memory import (
     i8_at,
     input_of,
     job_of,
-    mask_index,
     member_of,
     prefill_features,
     state_of,
@@ -242,11 +240,9 @@ def fork(source, target, sizes):
     _copy8(a.prefill, b.prefill, 0, prefill * source.prefills)
     _copy8(a.decode, b.decode, 0, decode * source.decodes)
     _copy8(a.flight, b.flight, 0, flight * in_flight)
-    if blocks > 0:
-        _copy8(a.blocks, b.blocks, 0, mask_index(a, blocks - 1, ROWS - 1, a.words - 1) + 1)
-        cells = cell(source, blocks - 1, source.prefills - 1) + 1
-        _copy4(source.pins, target.pins, 0, cells)
-        _copy4(source.stamps, target.stamps, 0, cells)
+    _copy8(a.blocks, b.blocks, 0, blocks * a.words)
+    for p in range(source.prefills):
+        _copy8(source.cells, target.cells, p * source.block_capacity, p * source.block_capacity + blocks)
     _copy8(source.arrival_s, target.arrival_s, 0, requests)
     _copy4(source.input_tokens, target.input_tokens, 0, requests)
     _copy4(source.output_tokens, target.output_tokens, 0, requests)
