@@ -48,19 +48,14 @@ def empty_observation(clusters: int, prefills: int, decodes: int) -> Observation
     )
 
 
-def parameter_header(tables: Parameters) -> Any:
-    """The kernels' handle on a spec's arrays, which must outlive it."""
-    stacked = Parameters(*(table[None] for table in tables))
-    return memory.headers(
-        memory.PARAMETERS, stacked, 1, prefills=len(tables.prefill), decodes=len(tables.decode)
-    )[0]
-
-
 class Simulator:
-    """`clusters` independent clusters of one spec.
+    """`clusters` independent clusters of one shape.
 
-    Each gets requests with `load`, starts with `begin`, and goes on by `step` (one decision per cluster), `replay` (a compiled
-    policy until the end), or is copied with `fork`. Sizes are bounds on what a cluster may be given later.
+    `parameter_tables` holds each cluster's parameters (leading axis: clusters) and may be changed between episodes.
+
+    Each gets requests with `load`, starts with `begin`, and goes on by `observe` and `decide`, by `step` (one decision in every
+    cluster), by `replay` (a compiled policy until the end), or is copied with `fork`. Sizes are bounds on what a
+    cluster may be given later.
 
     Args:
         cluster: its description, or the arrays of one.
@@ -82,16 +77,19 @@ class Simulator:
         max_output_tokens: int,
     ) -> None:
         self.clusters = clusters
-        self.parameter_tables = cluster.parameters() if isinstance(cluster, ClusterSpec) else cluster
-        self.parameters = parameter_header(self.parameter_tables)
-        self.prefills = p = len(self.parameter_tables.prefill)
-        self.decodes = d = len(self.parameter_tables.decode)
+        one = cluster.parameters() if isinstance(cluster, ClusterSpec) else cluster
+        self.parameter_tables = Parameters(*(np.repeat(table[None], clusters, axis=0) for table in one))
+        self.prefills = p = len(one.prefill)
+        self.decodes = d = len(one.decode)
+        self.parameters = memory.headers(
+            memory.PARAMETERS, self.parameter_tables, clusters, prefills=p, decodes=d
+        )
         c, r, b = clusters, max_requests, max_blocks
         ring = _power_of_two(max_output_tokens + 2)
         words = -(-p // ROW_BITS)
         slots = p + d + 1
         leaves = _power_of_two(slots)
-        batch_limit = min(int(self.parameter_tables.decode["max_batch"].max()), r)
+        batch_limit = min(int(one.decode["max_batch"].max()), r)
         self.batch = World(
             ClusterState(
                 np.zeros((c, 1), _state.CLOCK),
@@ -182,7 +180,7 @@ class Simulator:
             ValueError: the trace's blocks do not fit the spec, or the window does not fit the simulator's sizes.
         """
         last = trace.n_requests if last is None else last
-        block_tokens = int(self.parameter_tables.cluster["block_tokens"][0])
+        block_tokens = int(self.parameter_tables.cluster["block_tokens"][cluster, 0])
         if trace.has_blocks and trace.block_tokens != block_tokens:
             raise ValueError(
                 f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, the cluster of {block_tokens}: "
@@ -221,19 +219,19 @@ class Simulator:
     def begin(self, cluster: int, *, recheck: bool | None = None) -> None:
         """Empty a cluster and go back to its first request. `recheck` overrides the spec's `decode_recheck`."""
         if recheck is None:
-            recheck = bool(self.parameter_tables.cluster["decode_recheck"][0])
-        _replay.begin(self.worlds[cluster], self.parameters, int(recheck))
+            recheck = bool(self.parameter_tables.cluster["decode_recheck"][cluster, 0])
+        _replay.begin(self.worlds[cluster], self.parameters[cluster], int(recheck))
 
     def observe(self, cluster: int) -> bool:
         """Go to a cluster's next arrival and observe it; False when none is left (then the cluster has drained)."""
-        more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters, self.observations[cluster]))
+        more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters[cluster], self.observations[cluster]))
         self._raise_errors()
         return more
 
     def decide(self, cluster: int, prefill: int, decode: int = -1, source: Source = Source.LOCAL) -> None:
         """Carry out a decision for the observed request; a negative `prefill` rejects it."""
         _replay.carry_out(
-            self.worlds[cluster], self.parameters, self.observations[cluster], prefill, decode, int(source)
+            self.worlds[cluster], self.parameters[cluster], self.observations[cluster], prefill, decode, int(source)
         )
 
     def step(self, actions: NDArray[np.int64], done: NDArray[np.bool_], start: int = 0, stop: int | None = None) -> None:
@@ -245,6 +243,36 @@ class Simulator:
         """
         stop = self.clusters if stop is None else stop
         _replay.step(self.worlds, self.parameters, self.observations, actions, done, start, stop)
+        self._raise_errors()
+
+    def replay(
+        self,
+        cluster: int,
+        router: _replay.Callback,
+        router_values: NDArray[np.float64],
+        admission: _replay.Callback,
+        admission_values: NDArray[np.float64],
+        memory: NDArray[np.uint64],
+        *,
+        limit: int = 1 << 62,
+    ) -> None:
+        """Run a cluster for up to `limit` more requests under a compiled policy; past the last request it drains.
+
+        Args:
+            router, admission: see `envs.kernel.replay`. memory: uint64[4], what the router keeps between decisions.
+        """
+        _replay.replay(
+            self.worlds[cluster],
+            self.parameters[cluster],
+            self.observations[cluster],
+            router,
+            router_values,
+            admission,
+            admission_values,
+            memory,
+            np.zeros(3, np.int64),
+            limit,
+        )
         self._raise_errors()
 
     def fork(self, source: int, target: int) -> None:

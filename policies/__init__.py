@@ -1,0 +1,5 @@
+"""Who decides: routers, admission, learned policies. `make_policy(name)` gives any of them."""
+
+from .policy import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy
+
+__all__ = ["ADMISSIONS", "ROUTERS", "CompiledPolicy", "Policy", "PolicyError", "make_policy"]

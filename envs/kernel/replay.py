@@ -26,6 +26,7 @@ from .memory import (
     OBSERVATION,
     blocks_of,
     clock_of,
+    decode_allowed,
     decode_features,
     decode_of,
     decode_timer_of,
@@ -37,11 +38,13 @@ from .memory import (
     job_of,
     member_of,
     prefill_features,
+    source_allowed,
     state_of,
     u1_at,
 )
 
-FETCH, RECOMPUTE = int(Source.FETCH), int(Source.RECOMPUTE)
+LARGEST = 1e9  # of any feature in a float32 observation
+LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
 ROUTER = types.void(_OBSERVATION, types.float64[::1], types.uint64[::1], types.int64[::1])
@@ -172,25 +175,42 @@ def replay(world, parameters, observation, router, router_values, admission, adm
 def step(worlds, parameters, observations, actions, done, start, stop):
     """One decision in each of the clusters start .. stop - 1, then on to their next arrivals, observed.
 
-    `actions[c]`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source. `done[c]` is set where no request is left;
-    such a cluster has been drained.
+    `actions[c]`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source; with an instance that is down it rejects too.
+    `done[c]` is set where no request is left; such a cluster has been drained.
     """
     for c in range(start, stop):
         world = worlds[c]
         observation = observations[c]
-        action = actions[c]
-        if action <= 0:
-            carry_out(world, parameters, observation, -1, -1, 0)
-        else:
-            pair = (action - 1) // 3
-            carry_out(world, parameters, observation, pair // world.decodes, pair % world.decodes, (action - 1) % 3)
-        done[c] = not observe_arrival(world, parameters, observation)
+        prefill = -1
+        decode = -1
+        source = 0
+        if actions[c] > 0:
+            pair = (actions[c] - 1) // 3
+            prefill = pair // world.decodes
+            decode = pair % world.decodes
+            source = (actions[c] - 1) % 3
+            if not source_allowed(observation, prefill, LOCAL) or not decode_allowed(observation, decode):
+                prefill = -1
+        carry_out(world, parameters[c], observation, prefill, decode, source)
+        done[c] = not observe_arrival(world, parameters[c], observation)
 
 
 @compiled
-def action_masks(observations, masks):
-    """`masks` bool[C, 1 + P D 3]: which actions are valid. Rejecting always is."""
+def choose_actions(observations, router, router_values, admission, admission_values, memory, actions):
+    """A compiled policy's actions, as `step` takes them, for a batch of observations; `memory` uint64[C, 4]."""
+    decision = np.empty(3, np.int64)
     for c in range(len(observations)):
+        choose(observations[c], router, router_values, admission, admission_values, memory[c], decision)
+        if decision[0] < 0:
+            actions[c] = 0
+        else:
+            actions[c] = 1 + (decision[0] * observations[c].decodes + decision[1]) * 3 + decision[2]
+
+
+@compiled
+def action_masks(observations, masks, start, stop):
+    """`masks` bool[C, 1 + P D 3]: which actions are valid in clusters start .. stop - 1. Rejecting always is."""
+    for c in range(start, stop):
         observation = observations[c]
         sources = u1_at(observation.prefill_mask)
         up = u1_at(observation.decode_mask)
@@ -198,10 +218,45 @@ def action_masks(observations, masks):
         row[0] = True
         i = 1
         for p in range(observation.prefills):
+            local = sources[3 * p] != 0
+            fetch = sources[3 * p + 1] != 0
+            recompute = sources[3 * p + 2] != 0
             for d in range(observation.decodes):
-                for s in range(3):
-                    row[i] = sources[3 * p + s] & up[d] != 0
-                    i += 1
+                allowed = up[d] != 0
+                row[i] = local & allowed
+                row[i + 1] = fetch & allowed
+                row[i + 2] = recompute & allowed
+                i += 3
+
+
+@compiled
+def _export(source, target, count):
+    values = f8_at(source)
+    for i in range(count):
+        target[i] = min(max(values[i], -LARGEST), LARGEST)
+
+
+@compiled
+def export(observations, request, prefill, decode, cluster, start, stop):
+    """Observations as float32 tables [C, features of all rows], cut to +-LARGEST."""
+    for c in range(start, stop):
+        observation = observations[c]
+        _export(observation.request, request[c], request.shape[1])
+        _export(observation.prefill, prefill[c], prefill.shape[1])
+        _export(observation.decode, decode[c], decode.shape[1])
+        _export(observation.cluster, cluster[c], cluster.shape[1])
+
+
+@compiled
+def settled(worlds, counts, start, stop):
+    """`counts` float64[C, 5]: good, violated, rejected at arrival, rejected at decode, wasted prefill seconds so far."""
+    for c in range(start, stop):
+        clock = clock_of(state_of(worlds[c]))
+        counts[c, 0] = clock.good
+        counts[c, 1] = clock.violated
+        counts[c, 2] = clock.rejected_at_arrival
+        counts[c, 3] = clock.rejected_at_decode
+        counts[c, 4] = clock.wasted_prefill_s
 
 
 @compiled

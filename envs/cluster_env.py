@@ -1,0 +1,418 @@
+"""`conductor/Cluster-v0`: a Mooncake cluster as a Gymnasium environment, single and natively batched.
+
+STATE
+    A simulated cluster (docs/physics.md) and a window of a request trace.
+OBSERVATION
+    `Dict` of float32 tables in physical units, for the request that has just arrived: `request` [5], `prefill` [P, 13],
+    `decode` [D, 10], `cluster` [7]; columns in `REQUEST_FEATURES`, `PREFILL_FEATURES`, ... of `envs.state`.
+ACTION
+    `Discrete(1 + P * D * 3)`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source with source 0 local, 1 fetch,
+    2 recompute. `info["action_mask"]` marks those that differ: fetching where there is nothing to fetch and recomputing where
+    there is nothing to reuse do the same as local, and choosing an instance that is down rejects.
+REWARD
+    What settled between this arrival and the next: good requests (both SLOs met) count 1, everything else 0 by default
+    (`Rewards`). The sum over an episode is the number of good requests.
+EPISODE
+    A window of consecutive requests. After its last decision the cluster drains, all is settled, and the episode
+    terminates. Steps are not equally long: `info["elapsed_s"]` is the simulated time the step took, for discounting.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode
+from numpy.typing import NDArray
+
+from traces import Trace
+from traces import load as load_trace
+
+from .kernel import replay as _replay
+from .simulator import Simulator
+from .spec import ClusterSpec, load_cluster
+from .state import (
+    CLUSTER_FEATURES,
+    DECODE_FEATURES,
+    PREFILL_FEATURES,
+    REQUEST_FEATURES,
+    Observation,
+    Records,
+)
+
+Range = float | tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """What each settled request is worth. The default is goodput, exactly what the leaderboard counts."""
+
+    good: float = 1.0
+    violated: float = 0.0
+    rejected_at_arrival: float = 0.0
+    rejected_at_decode: float = 0.0
+    wasted_prefill_s: float = 0.0
+
+    @property
+    def weights(self) -> NDArray[np.float64]:
+        return np.array(
+            [self.good, self.violated, self.rejected_at_arrival, self.rejected_at_decode, self.wasted_prefill_s]
+        )
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """What an episode is drawn from: ranges are uniform, numbers are fixed.
+
+    Args:
+        requests: length of an episode's window.
+        load: arrival speed, as a multiple of the trace's own.
+        prefill_up, decode_up: how many instances take part, of those the cluster has; None: all.
+        hardware: factor on the speed of every instance, drawn apart for each.
+    """
+
+    requests: int = 1000
+    load: Range = 1.0
+    prefill_up: tuple[int, int] | None = None
+    decode_up: tuple[int, int] | None = None
+    hardware: Range = 1.0
+
+
+def _draw(rng: np.random.Generator, value: Range) -> float:
+    return float(rng.uniform(*value)) if isinstance(value, (tuple, list)) else float(value)
+
+
+class _Clusters:
+    """What the single and the vector environment share: a simulator, episodes drawn into it, compiled steps."""
+
+    def __init__(
+        self,
+        cluster: str | Path | ClusterSpec,
+        trace: str | Path | Trace,
+        part: str,
+        episodes: Episodes,
+        rewards: Rewards,
+        count: int,
+    ) -> None:
+        self.spec = load_cluster(cluster)
+        whole = trace if isinstance(trace, Trace) else load_trace(trace)
+        self.trace = whole if part == "all" else getattr(whole.split(), part)
+        if self.trace.n_requests == 0:
+            raise ValueError(f"part {part!r} of trace {whole.name!r} has no requests")
+        self.episodes = episodes
+        self.rewards = rewards
+        self.window = min(episodes.requests, self.trace.n_requests)
+        offsets = self.trace.block_offsets
+        references = int((offsets[self.window :] - offsets[: -self.window]).max()) if self.trace.has_blocks else 0
+        self.simulator = Simulator(
+            self.spec,
+            clusters=count,
+            max_requests=self.window,
+            max_references=max(1, references),
+            max_blocks=max(1, min(references, self.trace.n_distinct_blocks)),
+            max_output_tokens=int(self.trace.output_tokens.max()),
+        )
+        self.base = self.spec.parameters()
+        p, d = self.simulator.prefills, self.simulator.decodes
+        self.n_actions = 1 + p * d * 3
+        self.request = np.zeros((count, len(REQUEST_FEATURES.names or ())), np.float32)
+        self.prefill = np.zeros((count, p * len(PREFILL_FEATURES.names or ())), np.float32)
+        self.decode = np.zeros((count, d * len(DECODE_FEATURES.names or ())), np.float32)
+        self.cluster = np.zeros((count, len(CLUSTER_FEATURES.names or ())), np.float32)
+        self.masks = np.zeros((count, self.n_actions), np.bool_)
+        self.settled = np.zeros((count, 5))
+        self.before = np.zeros((count, 5))
+        self.done = np.zeros(count, np.bool_)
+
+    def observation_space(self) -> gym.spaces.Dict:
+        def table(*shape: int) -> gym.spaces.Box:
+            return gym.spaces.Box(-_replay.LARGEST, _replay.LARGEST, shape, np.float32)
+
+        p, d = self.simulator.prefills, self.simulator.decodes
+        return gym.spaces.Dict(
+            {
+                "request": table(self.request.shape[1]),
+                "prefill": table(p, self.prefill.shape[1] // p),
+                "decode": table(d, self.decode.shape[1] // d),
+                "cluster": table(self.cluster.shape[1]),
+            }
+        )
+
+    def start(self, c: int, rng: np.random.Generator, options: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Draw an episode into cluster c. `options`: "start" (first request of the window), "load"."""
+        options = options or {}
+        unknown = set(options) - {"start", "load"}
+        if unknown:
+            raise ValueError(f"unknown reset options {sorted(unknown)}; known are 'start' and 'load'")
+        last_start = self.trace.n_requests - self.window
+        first = int(options.get("start", rng.integers(last_start + 1)))
+        if not 0 <= first <= last_start:
+            raise ValueError(f"option 'start' is {first}, must be in 0 .. {last_start} for windows of {self.window}")
+        load = float(options.get("load", _draw(rng, self.episodes.load)))
+        if not load > 0:
+            raise ValueError(f"option 'load' is {load}, must be above 0")
+        self._draw_cluster(c, rng)
+        self.simulator.load(c, self.trace, first, first + self.window, speed=load)
+        self.simulator.begin(c)
+        state = self.simulator.batch.state
+        for name, table in (("prefill_up", state.prefill[c]), ("decode_up", state.decode[c])):
+            between = getattr(self.episodes, name)
+            if between is not None:
+                up = int(rng.integers(between[0], between[1] + 1))
+                table["up"] = 0
+                table["up"][rng.permutation(len(table))[:up]] = 1
+        self.simulator.observe(c)
+        self.export(c, c + 1)
+        self.before[c] = self.settled[c] = 0.0
+        return {"start": first, "load": load}
+
+    def _draw_cluster(self, c: int, rng: np.random.Generator) -> None:
+        if self.episodes.hardware == 1.0:
+            return
+        tables = self.simulator.parameter_tables
+        for p in range(self.simulator.prefills):
+            factor = _draw(rng, self.episodes.hardware)
+            for name in ("base_s", "linear_s", "quadratic_s"):
+                tables.prefill[c, p][name] = self.base.prefill[p][name] / factor
+        for d in range(self.simulator.decodes):
+            factor = _draw(rng, self.episodes.hardware)
+            for name in ("step_base_s", "step_request_s", "step_token_s"):
+                tables.decode[c, d][name] = self.base.decode[d][name] / factor
+
+    def export(self, start: int, stop: int) -> None:
+        """Bring the float32 tables and the masks of clusters start .. stop - 1 up to date."""
+        observations = self.simulator.observations
+        _replay.export(observations, self.request, self.prefill, self.decode, self.cluster, start, stop)
+        _replay.action_masks(observations, self.masks, start, stop)
+
+    def step(self, actions: NDArray[np.int64]) -> NDArray[np.float64]:
+        """One decision in every cluster; returns rewards [C]. `done`, the tables and masks are then up to date."""
+        count = len(self.done)
+        if actions.shape != (count,) or actions.min() < 0 or actions.max() >= self.n_actions:
+            raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
+        self.simulator.step(actions, self.done)
+        self.export(0, count)
+        self.before, self.settled = self.settled, self.before
+        _replay.settled(self.simulator.worlds, self.settled, 0, count)
+        return (self.settled - self.before) @ self.rewards.weights  # type: ignore[no-any-return]
+
+    def tables(self) -> dict[str, NDArray[np.float32]]:
+        """Copies of the observation tables, with a leading axis for the clusters."""
+        count = len(self.done)
+        return {
+            "request": self.request.copy(),
+            "prefill": self.prefill.reshape(count, self.simulator.prefills, -1).copy(),
+            "decode": self.decode.reshape(count, self.simulator.decodes, -1).copy(),
+            "cluster": self.cluster.copy(),
+        }
+
+    @property
+    def now_s(self) -> NDArray[np.float64]:
+        return self.simulator.batch.state.clock["now_s"][:, 0]  # type: ignore[no-any-return]
+
+
+class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
+    """One cluster, one decision per step. See the module's docstring.
+
+    Args:
+        cluster: built-in name (`8p8d`), YAML file or `ClusterSpec`.
+        trace: a trace file, `builtin:conversation|toolagent|synthetic`, or a `Trace`.
+        part: train, validation, test (by time) or all.
+        episodes: what episodes are drawn from. rewards: what settled requests are worth.
+        render_mode: "rgb_array" draws the cluster's load over the episode so far.
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 4}
+
+    def __init__(
+        self,
+        cluster: str | Path | ClusterSpec = "8p8d",
+        trace: str | Path | Trace = "builtin:conversation",
+        part: str = "train",
+        episodes: Episodes | None = None,
+        rewards: Rewards | None = None,
+        render_mode: str | None = None,
+    ) -> None:
+        if render_mode is not None and render_mode not in self.metadata["render_modes"]:
+            raise ValueError(f"render_mode {render_mode!r}: expected one of {self.metadata['render_modes']} or None")
+        self.render_mode = render_mode
+        self._clusters = _Clusters(cluster, trace, part, episodes or Episodes(), rewards or Rewards(), 1)
+        self.observation_space = self._clusters.observation_space()
+        self.action_space = gym.spaces.Discrete(self._clusters.n_actions)  # type: ignore[assignment]
+        self._history: list[tuple[float, ...]] = []
+
+    @property
+    def simulator(self) -> Simulator:
+        return self._clusters.simulator
+
+    @property
+    def observation(self) -> Observation:
+        """The present observation in full precision, with a leading axis of 1: what a `policies.Policy` decides on."""
+        return self.simulator.observation_tables
+
+    def reset(
+        self, *, seed: int | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
+        """Start an episode. `options`: "start" and "load" fix what is drawn otherwise."""
+        super().reset(seed=seed)
+        drawn = self._clusters.start(0, self.np_random, options)
+        self._history = []
+        self._note()
+        return self._observe(), self._info() | drawn
+
+    def step(
+        self, action: np.int64
+    ) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
+        before_s = float(self._clusters.now_s[0])
+        reward = self._clusters.step(np.array([action], np.int64))
+        self._note()
+        info = self._info() | {"elapsed_s": float(self._clusters.now_s[0]) - before_s}
+        return self._observe(), float(reward[0]), bool(self._clusters.done[0]), False, info
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Which actions are valid (for sb3-contrib's MaskablePPO)."""
+        return self._clusters.masks[0].copy()
+
+    def outcomes(self) -> Records:
+        """The episode's requests so far, one `OUTCOME` record each [R]."""
+        return self.simulator.outcomes(0).copy()
+
+    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+        """The cluster's load over time, as uint8[height, width, 3]; None without render_mode."""
+        if self.render_mode is None:
+            gym.logger.warn("render() needs render_mode='rgb_array', given to gym.make or ClusterEnv")
+            return None
+        from .render import draw_load
+
+        return draw_load(np.array(self._history), self.simulator.outcomes(0), self._clusters.spec)
+
+    def _observe(self) -> dict[str, NDArray[np.float32]]:
+        return {name: table[0] for name, table in self._clusters.tables().items()}
+
+    def _info(self) -> dict[str, Any]:
+        counts = self._clusters.settled[0]
+        return {
+            "action_mask": self._clusters.masks[0].astype(np.int8),
+            "good": int(counts[0]),
+            "violated": int(counts[1]),
+            "rejected_at_arrival": int(counts[2]),
+            "rejected_at_decode": int(counts[3]),
+            "wasted_prefill_s": float(counts[4]),
+        }
+
+    def _note(self) -> None:
+        if self.render_mode is not None:
+            tables = self.simulator.observation_tables
+            overview = tables.cluster[0, 0]
+            self._history.append(
+                (
+                    float(self._clusters.now_s[0]),
+                    float(tables.prefill["queue_s"][0].mean()),
+                    float(tables.decode["tbt_now_s"][0].mean()),
+                    float(overview["in_flight"]),
+                    float(self._clusters.settled[0, 2] + self._clusters.settled[0, 3]),
+                )
+            )
+
+
+class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDArray[np.int64], NDArray[Any]]):
+    """Many clusters stepped in one compiled call. Arguments as for `ClusterEnv`.
+
+    Args:
+        num_envs: how many clusters.
+        autoreset_mode: NEXT_STEP (Gymnasium's default) or SAME_STEP.
+        threads: clusters are split over this many threads (kernels run without the GIL).
+    """
+
+    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        cluster: str | Path | ClusterSpec = "8p8d",
+        trace: str | Path | Trace = "builtin:conversation",
+        part: str = "train",
+        episodes: Episodes | None = None,
+        rewards: Rewards | None = None,
+        autoreset_mode: AutoresetMode = AutoresetMode.NEXT_STEP,
+    ) -> None:
+        self.num_envs = num_envs
+        self.metadata = {**type(self).metadata, "autoreset_mode": autoreset_mode}
+        self._clusters = _Clusters(cluster, trace, part, episodes or Episodes(), rewards or Rewards(), num_envs)
+        self.single_observation_space = self._clusters.observation_space()
+        self.single_action_space = gym.spaces.Discrete(self._clusters.n_actions)  # type: ignore[assignment]
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
+        self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
+        self._same_step = autoreset_mode == AutoresetMode.SAME_STEP
+        self._ended = np.zeros(num_envs, np.bool_)
+        self._rngs: list[np.random.Generator] = []
+
+    @property
+    def simulator(self) -> Simulator:
+        return self._clusters.simulator
+
+    def reset(
+        self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
+        """Start an episode in every cluster; cluster i is seeded with seed + i."""
+        super().reset(seed=seed if not isinstance(seed, list) else None, options=options)
+        if seed is not None or not self._rngs:
+            seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+            if len(seeds) != self.num_envs:
+                raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
+            self._rngs = [np.random.default_rng(s) for s in seeds]
+        for c in range(self.num_envs):
+            self._clusters.start(c, self._rngs[c], options)
+        self._ended[:] = False
+        return self._clusters.tables(), self._info()
+
+    def step(
+        self, actions: NDArray[np.int64]
+    ) -> tuple[dict[str, NDArray[np.float32]], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        actions = np.asarray(actions, np.int64)
+        restart = np.flatnonzero(self._ended)
+        if len(restart):  # NEXT_STEP: this step only resets those that ended; nothing may be decided there
+            actions = actions.copy()
+            actions[restart] = 0
+        before_s = self._clusters.now_s.copy()
+        rewards = self._clusters.step(actions)
+        elapsed_s = self._clusters.now_s - before_s
+        terminated = self._clusters.done.copy()
+        for c in restart:
+            self._clusters.start(int(c), self._rngs[c])
+            rewards[c] = elapsed_s[c] = 0.0
+            terminated[c] = False
+        info: dict[str, Any] = {}
+        if self._same_step and terminated.any():
+            info = self._final(terminated)
+            for c in np.flatnonzero(terminated):
+                self._clusters.start(int(c), self._rngs[c])
+        else:
+            self._ended = terminated.copy()
+        info |= self._info() | {"elapsed_s": elapsed_s, "_elapsed_s": np.ones(self.num_envs, np.bool_)}
+        return self._clusters.tables(), rewards, terminated, np.zeros(self.num_envs, np.bool_), info
+
+    def action_masks(self) -> NDArray[np.bool_]:
+        """Which actions are valid, bool[num_envs, actions]."""
+        return self._clusters.masks.copy()
+
+    def _info(self) -> dict[str, Any]:
+        everywhere = np.ones(self.num_envs, np.bool_)
+        return {"action_mask": self._clusters.masks.astype(np.int8), "_action_mask": everywhere}
+
+    def _final(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
+        tables = self._clusters.tables()
+        final = np.full(self.num_envs, None, dtype=object)
+        for c in np.flatnonzero(ended):
+            final[c] = {name: table[c] for name, table in tables.items()}
+        good = self._clusters.settled[:, 0].copy()
+        return {
+            "final_obs": final,
+            "_final_obs": ended.copy(),
+            "final_info": {"good": good, "_good": ended.copy()},
+            "_final_info": ended.copy(),
+        }
