@@ -7,8 +7,15 @@ module imports Numba; import it where a kernel is called.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
+
+Ints = NDArray[Any]
+Floats = NDArray[np.float64]
+Bools = NDArray[np.bool_]
 
 W_GAP, W_USES, W_ONCE, W_SHORT, W_TAIL, W_WHOLE = 2.0, 0.5, 3.0, 12.0, 1.0, 6.0
 
@@ -17,7 +24,7 @@ NEVER = np.int64(1) << 62
 
 
 @njit(cache=True)
-def reach_distances(offsets, ids, n_distinct):
+def reach_distances(offsets: Ints, ids: Ints, n_distinct: int) -> Ints:
     """Cache size each block access needs in order to count as a hit, int64[M].
 
     An LRU cache of C blocks hits an access exactly when at most C distinct blocks, itself
@@ -45,8 +52,7 @@ def reach_distances(offsets, ids, n_distinct):
                         up_to += tree[k]
                         k -= k & -k
                     distance = marks - up_to + 1
-                    if distance > need:
-                        need = distance
+                    need = max(need, distance)
                 k = before + 1
                 while k <= m:
                     tree[k] -= 1
@@ -63,7 +69,7 @@ def reach_distances(offsets, ids, n_distinct):
 
 
 @njit(cache=True)
-def use_counts(ids, n_distinct):
+def use_counts(ids: Ints, n_distinct: int) -> Ints:
     """Uses of every block, int64[n_distinct]."""
     counts = np.zeros(n_distinct, np.int64)
     for block in ids:
@@ -72,7 +78,7 @@ def use_counts(ids, n_distinct):
 
 
 @njit(cache=True)
-def _sift_down(heap, where, uses, stamp, at, size):
+def _sift_down(heap: Ints, where: Ints, uses: Ints, stamp: Ints, at: int, size: int) -> None:
     while True:
         child = 2 * at + 1
         if child >= size:
@@ -88,13 +94,14 @@ def _sift_down(heap, where, uses, stamp, at, size):
 
 
 @njit(cache=True)
-def _before(a, b, uses, stamp):
+def _before(a: int, b: int, uses: Ints, stamp: Ints) -> bool:
     """Whether block a is evicted before block b: fewer uses, then older last use."""
-    return uses[a] < uses[b] or (uses[a] == uses[b] and stamp[a] < stamp[b])
+    earlier: bool = uses[a] < uses[b] or (uses[a] == uses[b] and stamp[a] < stamp[b])
+    return earlier
 
 
 @njit(cache=True)
-def lfu_hits(offsets, ids, n_distinct, capacity):
+def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int) -> int:
     """Hit blocks, up to the first miss of each request, of a least-frequently-used cache.
 
     A block's use count starts afresh when it is evicted; ties evict the least recently used.
@@ -147,7 +154,9 @@ def lfu_hits(offsets, ids, n_distinct, capacity):
 
 
 @njit(cache=True)
-def walk_prefixes(offsets, ids, n_distinct, popular):
+def walk_prefixes(
+    offsets: Ints, ids: Ints, n_distinct: int, popular: Bools
+) -> tuple[Ints, Ints, Ints, Ints, Ints, Bools]:
     """How each request reuses what came before it.
 
     Args:
@@ -191,20 +200,20 @@ def walk_prefixes(offsets, ids, n_distinct, popular):
 
 @njit(cache=True)
 def grow_prefix_tree(
-    arrival_s,
-    offsets,
-    trunk,
-    path_offsets,
-    paths,
-    n_trunk_blocks,
-    gap_s,
-    matched,
-    uses,
-    once,
-    tail,
-    whole,
-    reach,
-):
+    arrival_s: Floats,
+    offsets: Ints,
+    trunk: Ints,
+    path_offsets: Ints,
+    paths: Ints,
+    n_trunk_blocks: int,
+    gap_s: Floats,
+    matched: Ints,
+    uses: Floats,
+    once: Floats,
+    tail: Ints,
+    whole: Bools,
+    reach: int,
+) -> tuple[Ints, Ints]:
     """Lay the blocks of a synthesised trace: which earlier request each request extends.
 
     A request's blocks are its trunk's path, then blocks of the earlier request it continues, then
@@ -292,8 +301,7 @@ def grow_prefix_tree(
                 ids[at] = ids[at + shift]
                 at += 1
             shared[i] = best_depth
-            if shared[best] < best_depth:
-                shared[best] = best_depth
+            shared[best] = max(shared[best], best_depth)
         else:
             session[i] = sessions
             sessions += 1

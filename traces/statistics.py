@@ -31,7 +31,10 @@ def _reach(trace: Trace) -> NDArray[np.int64]:
             expected="a trace with blocks",
             hint="synthesise_blocks adds invented sessions",
         )
-    return kernels.reach_distances(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks)
+    needed: NDArray[np.int64] = kernels.reach_distances(
+        trace.block_offsets, trace.block_ids, trace.n_distinct_blocks
+    )
+    return needed
 
 
 def lru_hit_rate(trace: Trace, capacity_blocks: float) -> float:
@@ -64,9 +67,7 @@ def lfu_hit_rate(trace: Trace, capacity_blocks: float) -> float:
     if not trace.has_blocks:
         return lru_hit_rate(trace, capacity_blocks)
     capacity = int(min(capacity_blocks, trace.n_distinct_blocks))
-    hits = kernels.lfu_hits(
-        trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, capacity
-    )
+    hits = kernels.lfu_hits(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, capacity)
     return float(hits) / len(trace.block_ids)
 
 
@@ -154,7 +155,9 @@ def statistics_of(trace: Trace, capacities: Sequence[float] = CAPACITIES) -> Sta
 
 
 def capacity_label(capacity: float) -> str:
-    return "inf" if math.isinf(capacity) else f"{capacity:g}" if capacity % 1 else str(int(capacity))
+    return (
+        "inf" if math.isinf(capacity) else f"{capacity:g}" if capacity % 1 else str(int(capacity))
+    )
 
 
 def _percentiles(values: NDArray[Any]) -> dict[str, float]:

@@ -22,11 +22,12 @@ time since the start. A longer synthesised trace therefore warms up no slower th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any, Literal
 
 import numpy as np
@@ -49,6 +50,7 @@ RATE_SEGMENTS = 20
 SEARCH_REACH = 128
 CALIBRATED_REQUESTS = 100_000
 CALIBRATION_ROUNDS = 8
+CALIBRATION_SEEDS = 6
 BUILTIN_NAMES = ("conversation", "toolagent", "synthetic")
 
 Floats = NDArray[np.float64]
@@ -243,11 +245,17 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
             alone = round(float(whole[rows_of].mean()), 4)
             strata.append(stratum.model_copy(update={"whole": alone}))
     fresh = np.flatnonzero(~continuing)
+    # Some of them would continue something, had the trace begun earlier.
+    segment = np.minimum((since_s / since_s[-1] * len(curve)).astype(np.int64), len(curve) - 1)
+    lost = max(float(np.sum(np.array(curve)[segment])) - int(continuing.sum()), 0.0)
+    lost_by_trunk = lost * np.bincount(trunk_of[continuing], minlength=len(trunks))
+    lost_by_trunk = lost_by_trunk / max(int(continuing.sum()), 1)
     groups = [fresh[trunk_of[fresh] == k] for k in range(len(trunks))]
+    true_fresh = np.array([max(len(g) - x, 0.02 * len(g)) for g, x in zip(groups, lost_by_trunk)])
     small = [g for g in groups if 0 < len(g) < OWN_STRATUM_SHARE * n]
     large = [g for g in groups if len(g) >= OWN_STRATUM_SHARE * n]
     for rows_of in large + ([np.concatenate(small)] if small else []):
-        share = len(rows_of) / len(fresh)
+        share = float(true_fresh[np.unique(trunk_of[rows_of])].sum() / true_fresh.sum())
         strata.append(_stratum(variables, rows_of, share, "fresh", trunk_of))
     profile = WorkloadProfile(
         name=name or trace.name or "fitted",
@@ -280,14 +288,16 @@ class _Reuse:
     sizes: Floats
 
 
-def _measure_reuse(trace: Trace) -> _Reuse:
+def _measure_reuse(trace: Trace, caches: Floats) -> _Reuse | None:
+    """None where nothing is reused."""
     from traces import kernels
 
     _, _, depth, matched, covered, _, owner, _ = _prefix_reuse(trace)
     rows = np.flatnonzero(owner >= 0)
+    if not len(rows):
+        return None
     every = kernels.reach_distances(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks)
     needed = every[trace.block_offsets[rows] + depth[rows] + matched[rows] - 1]
-    caches = np.geomspace(250, max(trace.n_distinct_blocks, 500), 12)
     hits = np.searchsorted(np.sort(every), caches, side="right") / len(every)
     counts = kernels.use_counts(trace.block_ids, trace.n_distinct_blocks)
     gap_s = trace.arrival_s[rows] - trace.arrival_s[owner[rows]]
@@ -312,13 +322,19 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     touch shared blocks in between, so the same gap may need less cache). The gaps in seconds move
     by some percent for it.
     """
-    goal = _measure_reuse(trace)
+    caches = np.geomspace(250, max(trace.n_distinct_blocks, 500), 12)
+    goal = _measure_reuse(trace, caches)
+    if goal is None:
+        return profile
     original = profile
     curve, once = np.ones(()), 1.0
     gap_from, gap_to = np.array([1e-6, 1e9]), np.array([1e-6, 1e9])
     best, least = profile, np.inf
     for _ in range(CALIBRATION_ROUNDS):
-        got = [_measure_reuse(synthesize(profile, seed=1000 + k)) for k in range(5)]
+        samples = (synthesize(profile, seed=1000 + k) for k in range(CALIBRATION_SEEDS))
+        got = [g for g in (_measure_reuse(sample, caches) for sample in samples) if g is not None]
+        if not got:
+            break
         miss = float(np.abs(np.mean([g.figures for g in got], axis=0) - goal.figures).max())
         if miss < least:
             best, least = profile, miss
@@ -393,7 +409,9 @@ def _correct_for_start(
     return weight, [round(float(c), 4) for c in curve]
 
 
-def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
+def _prefix_reuse(
+    trace: Trace,
+) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, Ints, Ints, NDArray[np.bool_]]:
     n = trace.n_requests
     zeros = np.zeros(n, np.int64)
     if not trace.has_blocks:
@@ -407,7 +425,7 @@ def _prefix_reuse(trace: Trace) -> tuple[list[Trunk], Ints, Ints, Ints, Ints, In
     )
     # A trunk is named by its last block: ids are chained, so that tells the whole path.
     last = np.where(depth > 0, trace.block_ids[trace.block_offsets[:-1] + depth - 1], -1)
-    ends, first_row, trunk_of = np.unique(last, return_index=True, return_inverse=True)
+    _, first_row, trunk_of = np.unique(last, return_index=True, return_inverse=True)
     number: dict[int, int] = {}
     trunks = []
     for row in first_row:
@@ -448,17 +466,22 @@ def _quantiles(values: Floats) -> list[float]:
 
 def _normal_correlation(columns: list[Floats]) -> list[list[float]]:
     """Correlation of the columns' normal scores (average ranks for ties)."""
-    from scipy.special import ndtri
-    from scipy.stats import rankdata
-
-    n = len(columns[0])
-    scores = np.stack([ndtri((rankdata(c) - 0.5) / n) for c in columns])
+    scores = np.stack([_normal_scores(c) for c in columns])
     scores -= scores.mean(axis=1, keepdims=True)
     norm = np.sqrt((scores**2).sum(axis=1))
     norm[norm == 0] = 1
     matrix = (scores @ scores.T) / np.outer(norm, norm)
     np.fill_diagonal(matrix, 1.0)
     return [[round(float(v), 3) for v in row] for row in matrix]
+
+
+def _normal_scores(values: Floats) -> Floats:
+    """Standard normal quantiles of the values' ranks; ties get their middle rank."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    middle = np.cumsum(counts) - counts / 2
+    grid = (np.arange(4096) + 0.5) / 4096
+    normal = [NormalDist().inv_cdf(float(p)) for p in grid]
+    return np.interp(middle[inverse] / len(values), grid, normal)
 
 
 def _fit_arrivals(since_s: Floats) -> Arrivals:
@@ -485,7 +508,9 @@ def _fit_arrivals(since_s: Floats) -> Arrivals:
         # Requests per tick have a variance of gap_cv**2 times their mean (renewal theory).
         number = np.rint(since_s / tick_s).astype(np.int64)
         per_tick = np.bincount(number).astype(np.float64)
-        expected = np.diff(np.interp(np.arange(len(per_tick) + 1) * tick_s, at, np.append(0, np.cumsum(counts))))
+        expected = np.diff(
+            np.interp(np.arange(len(per_tick) + 1) * tick_s, at, np.append(0, np.cumsum(counts)))
+        )
         residual = per_tick - expected
         gap_cv = float(np.sqrt((residual**2).mean() / per_tick.mean()))
     return Arrivals(
@@ -544,7 +569,7 @@ def _sample_arrivals(arrivals: Arrivals, n: int, rate: float, rng: np.random.Gen
         return np.zeros(1)
     shape = 1 / arrivals.gap_cv**2
     work = np.cumsum(rng.gamma(shape, 1 / shape, n))
-    work = (work - work[0]) / (work[-1] - work[0])
+    work = (work - work[0]) / max(work[-1] - work[0], 1e-300)
     duration_s = n / rate
     # The expected count up to each time, from the rate curve repeated as long as needed.
     segments = int(np.ceil(duration_s / arrivals.segment_s))
@@ -556,7 +581,8 @@ def _sample_arrivals(arrivals: Arrivals, n: int, rate: float, rng: np.random.Gen
         # The last request would open a tick of its own.
         last = np.nextafter(duration_s, 0)
         arrival_s = np.floor(np.minimum(arrival_s, last) / arrivals.tick_s) * arrivals.tick_s
-    return np.round(arrival_s, 6)
+    rounded: Floats = np.round(arrival_s, 6)
+    return rounded
 
 
 def _sample_requests(
@@ -579,7 +605,8 @@ def _sample_requests(
     }
     lengths = np.array([len(t.blocks()) for t in profile.trunks], np.int64)
     b = profile.block_tokens
-    for stratum, rows, gap_level in _continuing_rows(profile, arrival_s, rng):
+    continuing, lost = _continuing_rows(profile, arrival_s, rng)
+    for stratum, rows, gap_level in continuing:
         levels = _copula(stratum, len(rows), rng)
         # The gap is drawn already; give each row the levels that go with a gap of its rank.
         levels = levels[:, np.argsort(levels[0])][:, np.argsort(np.argsort(gap_level))]
@@ -593,26 +620,64 @@ def _sample_requests(
         least = (lengths[trunk] + out["matched"][rows] - 1) * b + 1
         tokens = (lengths[trunk] + out["matched"][rows]) * b + np.rint(out["new_tokens"][rows])
         out["input_tokens"][rows] = np.maximum(tokens, least)
-    fresh_rows = np.flatnonzero(out["gap_s"] < 0)
-    of = _by_share([s.share for s in profile.fresh], len(fresh_rows), rng)
-    for k, stratum in enumerate(profile.fresh):
-        rows = fresh_rows[of == k]
-        for label, u in zip(FRESH_VARIABLES, _copula(stratum, len(rows), rng)):
-            out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
-        trunk = _labels(stratum.trunk_shares, len(rows), rng)
-        out["trunk"][rows] = trunk
-        least = np.maximum((lengths[trunk] - 1) * b + 1, 1)
-        out["input_tokens"][rows] = np.maximum(np.rint(out["input_tokens"][rows]), least)
+    # What a lost request would have continued lies before the start; its trunk it keeps.
+    lost_trunk = _labels(_continuing_trunks(profile), len(lost), rng)
+    given = {k: lost[lost_trunk == k] for k in np.unique(lost_trunk).tolist()}
+    free = np.flatnonzero(out["gap_s"] < 0)
+    free = np.setdiff1d(free, lost, assume_unique=True)
+    parts: list[tuple[int | None, Ints]] = [(None, free), *given.items()]
+    for trunk_given, part in parts:
+        shares = [
+            s.share * (1.0 if trunk_given is None else s.trunk_shares.get(trunk_given, 0.0))
+            for s in profile.fresh
+        ]
+        of = _by_share(
+            shares if sum(shares) > 0 else [s.share for s in profile.fresh], len(part), rng
+        )
+        for k, stratum in enumerate(profile.fresh):
+            _draw_fresh(out, stratum, part[of == k], trunk_given, lengths, b, rng)
     most = profile.max_input_tokens
     out["input_tokens"] = np.clip(out["input_tokens"], 1, most).astype(np.int64)
     out["output_tokens"] = np.maximum(np.rint(out["output_tokens"]), 1).astype(np.int64)
     return out
 
 
+def _draw_fresh(
+    out: dict[str, NDArray[Any]],
+    stratum: Stratum,
+    rows: Ints,
+    trunk_given: int | None,
+    lengths: Ints,
+    block_tokens: int,
+    rng: np.random.Generator,
+) -> None:
+    for label, u in zip(FRESH_VARIABLES, _copula(stratum, len(rows), rng)):
+        out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
+    if trunk_given is None:
+        trunk = _labels(stratum.trunk_shares, len(rows), rng)
+    else:
+        trunk = np.full(len(rows), trunk_given, np.int64)
+    out["trunk"][rows] = trunk
+    least = np.maximum((lengths[trunk] - 1) * block_tokens + 1, 1)
+    out["input_tokens"][rows] = np.maximum(np.rint(out["input_tokens"][rows]), least)
+
+
+def _continuing_trunks(profile: WorkloadProfile) -> dict[int, float]:
+    """Trunk -> share of the continuing requests."""
+    shares: dict[int, float] = {}
+    for stratum in profile.continuing:
+        for trunk, share in stratum.trunk_shares.items():
+            shares[trunk] = shares.get(trunk, 0.0) + stratum.share * share
+    return shares or {0: 1.0}
+
+
 def _continuing_rows(
     profile: WorkloadProfile, arrival_s: Floats, rng: np.random.Generator
-) -> Iterator[tuple[Stratum, Ints, Floats]]:
-    """Which requests continue an earlier one: (stratum, rows, level of each row's gap)."""
+) -> tuple[list[tuple[Stratum, Ints, Floats]], Ints]:
+    """Which requests continue an earlier one: (stratum, rows, level of each row's gap).
+
+    Also the lost ones: rows that would continue something, had the trace begun earlier.
+    """
     n = len(arrival_s)
     since_s = arrival_s - arrival_s[0]
     part = since_s / max(float(since_s[-1]), 1e-9) * len(profile.reuse_curve)
@@ -623,6 +688,8 @@ def _continuing_rows(
     fits = np.stack([_gap_cdf(group, since_s) for group in groups])
     chance = propensity * (np.array(shares)[:, None] * fits)
     order = rng.permutation(n)
+    found: list[tuple[Stratum, Ints, Floats]] = []
+    taken = np.zeros(n, bool)
     for group, fit_by_start, probability in zip(groups, fits, _exclusive(chance[:, order], rng)):
         rows = np.sort(order[probability])
         if not len(rows):
@@ -636,7 +703,12 @@ def _continuing_rows(
         for k, stratum in enumerate(group):
             mine = of == k
             within = (level[mine] - edges[k]) / max(edges[k + 1] - edges[k], 1e-12)
-            yield stratum, rows[mine], within
+            found.append((stratum, rows[mine], within))
+        taken[rows] = True
+    happens = chance.sum(axis=0)
+    missed = propensity * sum(shares) - happens
+    lost = ~taken & (rng.random(n) * (1 - happens) < missed)
+    return found, np.flatnonzero(lost)
 
 
 def _exclusive(chance: Floats, rng: np.random.Generator) -> list[NDArray[np.bool_]]:
@@ -648,9 +720,7 @@ def _exclusive(chance: Floats, rng: np.random.Generator) -> list[NDArray[np.bool
     hit = np.floor(total) > np.floor(total - chance.sum(axis=0))
     pick = rng.random(chance.shape[1]) * chance.sum(axis=0)
     below = np.cumsum(chance, axis=0)
-    return [
-        hit & (pick < below[k]) & (pick >= below[k] - chance[k]) for k in range(len(chance))
-    ]
+    return [hit & (pick < below[k]) & (pick >= below[k] - chance[k]) for k in range(len(chance))]
 
 
 def _gap_cdf(group: list[Stratum], since_s: Floats) -> Floats:
@@ -661,7 +731,7 @@ def _gap_cdf(group: list[Stratum], since_s: Floats) -> Floats:
     edges = np.append(0.0, np.cumsum(shares)) / shares.sum()
     gaps = np.concatenate([s.tables["gap_s"] for s in group])
     levels = np.concatenate(
-        [low + np.array(LEVELS) * (high - low) for low, high in zip(edges[:-1], edges[1:])]
+        [low + np.array(LEVELS) * (high - low) for low, high in pairwise(edges)]
     )
     at = np.searchsorted(gaps, since_s, side="right")
     # Linear between table entries, as in sampling.
@@ -677,7 +747,8 @@ def _by_share(shares: Any, n: int, rng: np.random.Generator) -> Ints:
     # One random shift for all: systematic sampling keeps every class within one of its share.
     at = (np.arange(n) + rng.random()) / n * edges[-1] if n else np.zeros(0)
     classes = np.minimum(np.searchsorted(edges, at, side="right"), len(edges) - 1)
-    return rng.permutation(classes.astype(np.int64))
+    shuffled: Ints = rng.permutation(classes.astype(np.int64))
+    return shuffled
 
 
 def _labels(shares: dict[int, float], n: int, rng: np.random.Generator) -> Ints:

@@ -251,8 +251,8 @@ class Trace:
         """The given rows (ascending indices, int[K]) as a trace with dense ids."""
         index = np.asarray(rows, dtype=np.int64)
         lengths = np.diff(self.block_offsets)[index]
-        offsets = _offsets(lengths)
-        ids = self.block_ids[_ranges(self.block_offsets[:-1][index], lengths)]
+        offsets = offsets_of(lengths)
+        ids = self.block_ids[joined_ranges(self.block_offsets[:-1][index], lengths)]
         return replace(
             self,
             arrival_s=self.arrival_s[index],
@@ -315,7 +315,7 @@ class Trace:
         lengths = np.diff(self.block_offsets)
         coarse = -(-lengths // ratio)
         # The chain id at a coarse block's last fine block names the whole prefix up to there.
-        within = _ranges(np.zeros(len(coarse), np.int64), coarse)
+        within = joined_ranges(np.zeros(len(coarse), np.int64), coarse)
         start = np.repeat(self.block_offsets[:-1], coarse)
         last = np.repeat(lengths, coarse)
         ends = start + np.minimum((within + 1) * ratio, last) - 1
@@ -323,7 +323,7 @@ class Trace:
         # of depth; equal chains have equal depth, so the chain id alone is enough.
         return replace(
             self,
-            block_offsets=_offsets(coarse),
+            block_offsets=offsets_of(coarse),
             block_ids=densify(chains[ends]),
             block_tokens=block_tokens,
         )
@@ -364,15 +364,16 @@ def _require(good: NDArray[np.bool_], column: str, values: NDArray[Any], expecte
         raise _column_error(column, row, f"{values[row]}", expected)
 
 
-def _offsets(lengths: NDArray[Any]) -> Int64:
+def offsets_of(lengths: NDArray[Any]) -> Int64:
+    """Where each of consecutive pieces starts, and the end: int64[K + 1]."""
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
 
 
-def _ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> Int64:
-    """Concatenation of `arange(start, start + length)` for every pair."""
-    offsets = _offsets(lengths)
+def joined_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> Int64:
+    """Positions of pieces of a flat array, in a row: concatenation of `arange(start, start + length)` for every pair."""
+    offsets = offsets_of(lengths)
     shift = np.asarray(starts, np.int64) - offsets[:-1]
     return np.arange(offsets[-1]) + np.repeat(shift, lengths)
 
@@ -395,7 +396,8 @@ def densify(ids: ArrayLike) -> Int32:
     first[key[::-1]] = np.arange(m - 1, -1, -1)
     at = first[key]
     rank = np.cumsum(at == np.arange(m)) - 1
-    return rank[at].astype(np.int32)
+    dense: Int32 = rank[at].astype(np.int32)
+    return dense
 
 
 def chain_ids(offsets: Int64, ids: Int32) -> Int64:
@@ -447,7 +449,7 @@ def merge(traces: Sequence[Trace], *, share_blocks: bool = False, name: str = ""
     spaces = [0 if share_blocks else t.n_distinct_blocks for t in traces]
     shift = np.cumsum([0, *spaces[:-1]])
     ids = np.concatenate([t.block_ids.astype(np.int64) + s for t, s in zip(traces, shift)])
-    moved = ids[_ranges(_offsets(lengths)[:-1][order], lengths[order])]
+    moved = ids[joined_ranges(offsets_of(lengths)[:-1][order], lengths[order])]
 
     def labels(column: str, otherwise: str) -> Int32 | None:
         values = [getattr(t, column) for t in traces]
@@ -468,7 +470,7 @@ def merge(traces: Sequence[Trace], *, share_blocks: bool = False, name: str = ""
         arrival_s=arrival[order],
         input_tokens=np.concatenate([t.input_tokens for t in traces])[order],
         output_tokens=np.concatenate([t.output_tokens for t in traces])[order],
-        block_offsets=_offsets(lengths[order]),
+        block_offsets=offsets_of(lengths[order]),
         block_ids=densify(moved),
         block_tokens=sizes.pop(),
         session_id=labels("session_id", "none"),

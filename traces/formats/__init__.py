@@ -18,6 +18,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,13 +121,9 @@ def _load_files(
                 expected="kv-cache-tester sessions where several files are loaded together",
                 hint="load other formats one by one and use traces.merge",
             )
-        from dataclasses import replace
-
         parts.append(replace(trace, arrival_s=trace.arrival_s + start_s))
-    merged = merge(parts, name=name)
     # Sessions are not tenants.
-    object.__setattr__(merged, "tenant_id", None)
-    return merged
+    return replace(merge(parts, name=name), tenant_id=None)
 
 
 def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Trace, bool]:
@@ -147,8 +144,24 @@ def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Tra
         first_line = next(text_lines(data))[1]
         if csv_lengths.is_csv_trace(first_line):
             return csv_lengths.read(data.lstrip(), rows, name), False
+    _explain_known_misfits(data, path)
     shown = data[:40].decode("utf-8", "backslashreplace").splitlines()[0]
     raise TraceError(f"unknown format, starts with {shown!r}", file=path, expected=_KNOWN)
+
+
+def _explain_known_misfits(data: bytes, path: Path) -> None:
+    """Better answers than "unknown format" for files people are likely to try."""
+    if data.startswith(b"version https://git-lfs"):
+        raise TraceError(
+            "a Git LFS pointer, not the file itself",
+            file=path,
+            expected=_KNOWN,
+            hint="fetch it with `git lfs pull` or `python -m traces download`",
+        )
+    if data.startswith(b"num_prefill_tokens"):
+        raise TraceError(
+            "lengths without arrival times (Vidur)", file=path, field="timestamp", expected=_KNOWN
+        )
 
 
 def _sniff_json(data: bytes) -> Any:
@@ -163,6 +176,9 @@ def _sniff_json(data: bytes) -> Any:
             continue
         if not isinstance(row, dict):
             continue
+        if isinstance(row.get("hash_ids"), dict):
+            # RAGPulse: one id is a text chunk of any length, which no block size describes.
+            return None
         for module in (agent_sessions, bailian, mooncake):
             if module.sniff(row):
                 return module

@@ -37,13 +37,9 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
         raise TraceError(f"a JSON {type(document).__name__}", file=path, expected="one session")
     scope = document.get("hash_id_scope", "local")
     if scope != "local":
-        raise TraceError(
-            f"{show(scope)}", file=path, field="hash_id_scope", expected='"local"'
-        )
+        raise TraceError(f"{show(scope)}", file=path, field="hash_id_scope", expected='"local"')
     if not isinstance(document.get("requests"), list):
-        raise TraceError(
-            "not a list", file=path, field="requests", expected="a list of requests"
-        )
+        raise TraceError("not a list", file=path, field="requests", expected="a list of requests")
     return document
 
 

@@ -1,7 +1,9 @@
 """Alibaba's Qwen-Bailian JSONL (`qwen_traceA_blksz_16.jsonl` and siblings): 16-token blocks.
 
-`chat_id, parent_chat_id` (-1 for a first turn)`, timestamp` (s)`, input_length, output_length,
-type, turn, hash_ids`. A session is the tree of chats that hang on one first turn.
+`chat_id, parent_chat_id` (-1 for a first turn), timestamp (s), input_length, output_length,
+type, turn, hash_ids`. A session is the tree of chats that hang on one first turn. Its publishers
+say they hash each block by itself; a KV block also depends on all before it, so the reader names
+blocks by the whole chain of ids.
 """
 
 from __future__ import annotations
@@ -44,4 +46,4 @@ def read(data: bytes, rows: Rows, name: str) -> Trace:
             root[chat] = session
         except RowProblem as problem:
             rows.bad(line, problem)
-    return rows.trace(block_tokens=BLOCK_TOKENS, name=name, sessions=True)
+    return rows.trace(block_tokens=BLOCK_TOKENS, name=name, sessions=True, chain=True)

@@ -99,7 +99,8 @@ def _wall_clock() -> Callable[[str, str], float]:
             raise RowProblem(
                 name, repr(cell[:40]), "a time such as 2023-11-16 18:15:46.6805900"
             ) from None
-        first or first.append(at)
+        if not first:
+            first.append(at)
         return float((at - first[0]).astype(np.int64)) / 1e9
 
     return parse
@@ -108,5 +109,3 @@ def _wall_clock() -> Callable[[str, str], float]:
 def is_csv_trace(first_line: bytes) -> bool:
     header = header_of(first_line)
     return AZURE[0] in header or len(set(BURSTGPT) & set(header)) >= 2
-
-

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from traces.formats.rows import RowProblem, Rows, integer
-from traces.trace import Trace, TraceError, densify
+from traces.trace import Trace, TraceError, densify, joined_ranges, offsets_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -83,7 +83,9 @@ def read(data: bytes, rows: Rows, name: str) -> Trace:
         table = pq.read_table(io.BytesIO(data))
     except (pa.ArrowException, OSError) as error:
         raise TraceError(
-            f"damaged Parquet ({str(error).splitlines()[0]})", file=rows.file, expected="a whole file"
+            f"damaged Parquet ({str(error).splitlines()[0]})",
+            file=rows.file,
+            expected="a whole file",
         ) from None
     head = _head(table, rows.file)
     kinds: dict[str, Any] = {
@@ -94,8 +96,10 @@ def read(data: bytes, rows: Rows, name: str) -> Trace:
         "tenant_id": ("an integer", pa.types.is_integer),
         "block_ids": (
             "a list of integers",
-            lambda t: (pa.types.is_list(t) or pa.types.is_large_list(t))
-            and pa.types.is_integer(t.value_type),
+            lambda t: (
+                (pa.types.is_list(t) or pa.types.is_large_list(t))
+                and pa.types.is_integer(t.value_type)
+            ),
         ),
     }
     optional = ("block_ids", "session_id", "tenant_id")
@@ -167,19 +171,17 @@ def _checked(values: dict[str, Any], head: dict[str, Any], rows: Rows, name: str
 
     def check(good: NDArray[np.bool_], field: str, column: Any, expected: str) -> None:
         for row in np.flatnonzero(keep & ~good):
-            problems.append((int(row), RowProblem(field, f"{column[row]}", expected)))
+            problems.append((int(row), RowProblem(field, f"found {column[row]}", expected)))
         keep[~good] = False
 
-    check(
-        np.isfinite(arrival) & (arrival >= 0), "arrival_s", arrival, "a finite number of s >= 0"
-    )
+    check(np.isfinite(arrival) & (arrival >= 0), "arrival_s", arrival, "a finite number of s >= 0")
     for label, column in (("input_tokens", tokens), ("output_tokens", output)):
         check((column >= 1) & (column < 2**31), label, column, "an integer >= 1")
     lengths, ids = values.get("block_ids", (np.zeros(n, np.int64), np.zeros(0, np.int64)))
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    offsets = offsets_of(lengths)
     most = -(-tokens.astype(np.int64) // block_tokens)
     check(lengths <= most, "block_ids", lengths, f"at most ceil(input / {block_tokens}) ids")
-    negative = np.concatenate([[0], np.cumsum(ids < 0)])
+    negative = offsets_of(ids < 0)
     check(
         negative[offsets[1:]] == negative[offsets[:-1]],
         "block_ids",
@@ -194,29 +196,26 @@ def _checked(values: dict[str, Any], head: dict[str, Any], rows: Rows, name: str
     kept = np.flatnonzero(keep)
     if not len(kept):
         raise TraceError("no usable row", file=rows.file, expected="at least one request")
-    trace = Trace(
-        arrival_s=np.zeros(n),
-        input_tokens=np.where(keep, tokens, max(int(most.max()) * block_tokens, 1)).astype(np.int32)
-        if keep.all()
-        else np.where(keep, tokens, 2**31 - 1).astype(np.int32),
-        output_tokens=np.where(keep, output, 1).astype(np.int32),
-        block_offsets=offsets,
-        block_ids=densify(ids),
+    order = kept[np.argsort(arrival[kept], kind="stable")]
+    sessions, tenants = (_labels(values.get(k), order) for k in ("session_id", "tenant_id"))
+    return Trace(
+        arrival_s=arrival[order],
+        input_tokens=tokens[order].astype(np.int32),
+        output_tokens=output[order].astype(np.int32),
+        block_offsets=offsets_of(lengths[order]),
+        block_ids=densify(ids[joined_ranges(offsets[:-1][order], lengths[order])]),
         block_tokens=block_tokens,
-        session_id=_labels(values.get("session_id")),
-        tenant_id=_labels(values.get("tenant_id")),
+        session_id=sessions,
+        tenant_id=tenants,
         name=str(head.get("name") or name),
         skipped_rows=rows.skipped,
         skip_reasons=tuple(rows.reasons),
     )
-    order = kept[np.argsort(arrival[kept], kind="stable")]
-    from dataclasses import replace
-
-    return replace(trace.take(order), arrival_s=arrival[order])
 
 
-def _labels(column: NDArray[Any] | None) -> NDArray[np.int32] | None:
+def _labels(column: NDArray[Any] | None, order: NDArray[np.int64]) -> NDArray[np.int32] | None:
     if column is None:
         return None
-    fits = column.size == 0 or (column.min() >= -(2**31) and column.max() < 2**31)
-    return column.astype(np.int32) if fits else densify(column)
+    kept = column[order]
+    fits = kept.size == 0 or (kept.min() >= -(2**31) and kept.max() < 2**31)
+    return kept.astype(np.int32) if fits else densify(kept)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 import orjson
 
-from traces.trace import Trace, TraceError, densify
+from traces.trace import Trace, TraceError, chain_ids, densify, joined_ranges, offsets_of
 
 OnError = Literal["raise", "skip"]
 
@@ -160,8 +160,12 @@ class Rows:
             self.block_ids.extend(block_ids)
         self.session.append(session)
 
-    def trace(self, *, block_tokens: int, name: str, sessions: bool = False) -> Trace:
+    def trace(
+        self, *, block_tokens: int, name: str, sessions: bool = False, chain: bool = False
+    ) -> Trace:
         """The gathered columns as a `Trace`.
+
+        `chain`: the source hashes each block by itself; identify it by the whole prefix.
 
         Raises:
             TraceError: no good row was left.
@@ -176,30 +180,25 @@ class Rows:
                 expected="at least one request",
             )
         arrival = np.array(self.arrival_s, np.float64)
+        # Stable, so rows of one time keep the file's order.
         order = np.argsort(arrival, kind="stable")
         lengths = np.array(self.block_counts or [0] * n, np.int64)
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
         ids = np.array(self.block_ids, np.int64)
-        session = densify(np.unique(self.session, return_inverse=True)[1]) if sessions else None
-        in_order = bool((order == np.arange(n)).all())
-        trace = Trace(
-            arrival_s=arrival if in_order else np.zeros(n),
-            input_tokens=np.array(self.input_tokens, np.int32),
-            output_tokens=np.array(self.output_tokens, np.int32),
-            block_offsets=offsets,
-            block_ids=densify(ids),
+        labels = np.unique(self.session, return_inverse=True)[1] if sessions else None
+        if chain:
+            ids = chain_ids(offsets_of(lengths), densify(ids))
+        return Trace(
+            arrival_s=arrival[order],
+            input_tokens=np.array(self.input_tokens, np.int32)[order],
+            output_tokens=np.array(self.output_tokens, np.int32)[order],
+            block_offsets=offsets_of(lengths[order]),
+            block_ids=densify(ids[joined_ranges(offsets_of(lengths)[:-1][order], lengths[order])]),
             block_tokens=block_tokens,
-            session_id=session,
+            session_id=None if labels is None else densify(labels[order]),
             name=name,
             skipped_rows=self.skipped,
             skip_reasons=tuple(self.reasons),
         )
-        if not in_order:
-            # Rows move with a zero clock first: a trace out of order cannot exist.
-            from dataclasses import replace
-
-            trace = replace(trace.take(order), arrival_s=arrival[order])
-        return trace
 
 
 # -- checks of single values ------------------------------------------------------------------
@@ -237,7 +236,7 @@ def integer(
 ) -> int:
     value = get(row, name)
     if type(value) is not int or not least <= value <= most:
-        raise RowProblem(name, show(value), f"an integer from {least} to {most}", hint)
+        raise RowProblem(name, f"found {show(value)}", f"an integer from {least} to {most}", hint)
     return value
 
 
@@ -245,17 +244,15 @@ def seconds(row: dict[str, Any], name: str, unit: str, per_second: float = 1.0) 
     """A finite, non-negative time, converted to seconds."""
     value = get(row, name)
     if type(value) not in (int, float) or not 0 <= value < math.inf:
-        raise RowProblem(name, show(value), f"a finite number of {unit} >= 0")
-    return value / per_second
+        raise RowProblem(name, f"found {show(value)}", f"a finite number of {unit} >= 0")
+    return float(value) / per_second
 
 
 def id_list(row: dict[str, Any], name: str) -> list[int]:
     value = get(row, name)
     if type(value) is not list:
-        raise RowProblem(name, show(value), "a list of integers")
-    if value and (
-        set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_BLOCK_ID
-    ):
+        raise RowProblem(name, f"found {show(value)}", "a list of integers")
+    if value and (set(map(type, value)) != {int} or min(value) < 0 or max(value) > MAX_BLOCK_ID):
         wrong = next(v for v in value if type(v) is not int or not 0 <= v <= MAX_BLOCK_ID)
         raise RowProblem(name, f"a list that holds {show(wrong)}", "integers >= 0 below 2**63")
     return value

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 
@@ -37,6 +38,8 @@ PROMPT_BLOCKS = (1, 12, 5)
 PROMPT_USES = (10_938, 9_203, 3_449 + 18)
 INPUT_MEAN, OUTPUT_MEAN = 8_596.0, 182.0
 LRU_UNBOUNDED, NEVER_REUSED = 0.553, 0.785
+PROMPT_HITS = 0.339
+"""Hit rate of the prompts' blocks alone: their uses over all requested blocks."""
 ROUNDS = 8
 
 
@@ -54,15 +57,13 @@ def toolagent(sample: Trace, conversation: WorkloadProfile) -> WorkloadProfile:
     for _ in range(ROUNDS):
         profile = _put_together(tools, conversation, factor)
         seen = [statistics_of(synthesize(profile, seed=2000 + k)) for k in range(2)]
-        unbounded = np.mean([s.lru_hit["inf"] for s in seen if s.lru_hit])
-        never = np.mean([s.never_reused_share or 0.0 for s in seen])
+        unbounded = fmean(s.lru_hit["inf"] for s in seen if s.lru_hit)
+        never = fmean(s.never_reused_share or 0.0 for s in seen)
         # Only chat's part of each figure moves with its factor.
-        chat = PROMPT_USES[0] / REQUESTS
-        factor["input"] *= 1 + (INPUT_MEAN / np.mean([s.input_mean for s in seen]) - 1) / 0.64
-        factor["output"] *= OUTPUT_MEAN / np.mean([s.output_mean for s in seen])
-        factor["reuse"] *= 1 + (LRU_UNBOUNDED - unbounded) / (LRU_UNBOUNDED - 0.339) * chat * 2
+        factor["input"] *= 1 + (INPUT_MEAN / fmean(s.input_mean for s in seen) - 1) / 0.64
+        factor["output"] *= OUTPUT_MEAN / fmean(s.output_mean for s in seen)
+        factor["reuse"] *= 1 + (LRU_UNBOUNDED - unbounded) / (LRU_UNBOUNDED - PROMPT_HITS)
         factor["once"] *= (1 - NEVER_REUSED) / (1 - never)
-        factor = {label: float(value) for label, value in factor.items()}
     return profile
 
 
@@ -71,7 +72,7 @@ def _put_together(
 ) -> WorkloadProfile:
     chat_share, *tool_shares = [uses / REQUESTS for uses in PROMPT_USES]
     curve = [c * chat_share * factor["reuse"] for c in chat.reuse_curve]
-    reuse = float(np.mean(curve)) * SEEN
+    reuse = float(np.mean(curve))
     strata = [_scaled(s, factor) for s in chat.strata]
     # Continuing requests are all chat; the fresh ones of chat are what is left of its share.
     fresh_chat = (chat_share - reuse) / (1 - reuse)
@@ -103,10 +104,6 @@ def _put_together(
         once_scale=round(factor["once"], 4),
         strata=strata,
     )
-
-
-SEEN = 0.95
-"""Share of continuing requests whose earlier request lies within the hour."""
 
 
 def _scaled(stratum: Stratum, factor: dict[str, float]) -> Stratum:

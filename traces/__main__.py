@@ -1,0 +1,392 @@
+"""`python -m traces`: look at traces, convert, cut, synthesise, fit, download them."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from traces.trace import Trace, TraceError
+
+if TYPE_CHECKING:
+    from traces.statistics import Statistics
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
+    help="""Traces of LLM serving: look at them, convert, cut, synthesise, fit, download.
+
+    FILE is any public trace (Mooncake, Qwen-Bailian, kv-cache-tester, Azure, BurstGPT) or this
+    project's Parquet, plain, gzip or zstd, told apart by content; or one of the built-in
+    workloads, which need no download: builtin:conversation, builtin:toolagent,
+    builtin:synthetic.
+
+    \b
+    Examples:
+      python -m traces info builtin:conversation
+      python -m traces info conversation_trace.jsonl --plot reuse.png
+      python -m traces info trace.jsonl --json - | jq .lru_hit
+      python -m traces convert qwen_traceA_blksz_16.jsonl qwen.parquet --reblock 512
+      python -m traces slice trace.jsonl test.parquet --part test
+      python -m traces synth toolagent big.parquet --requests 1000000 --seed 7
+      python -m traces fit mylog.parquet mine.yaml
+      python -m traces download conversation --to data
+    """,
+)
+
+OnError = Literal["raise", "skip"]
+In = Annotated[str, typer.Argument(metavar="FILE", help="trace file, folder or builtin:NAME")]
+Out = Annotated[
+    Path, typer.Argument(metavar="OUT", help=".parquet, or .jsonl[.gz|.zst] for Mooncake's format")
+]
+Bad = Annotated[
+    OnError, typer.Option("--on-error", help="bad rows: stop at the first, or skip and count them")
+]
+Sort = Annotated[bool, typer.Option("--sort", help="order rows by time where the file is not")]
+Reblock = Annotated[
+    int | None, typer.Option(help="coarser blocks of this many tokens, a multiple of the file's")
+]
+
+
+def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Bad input is one line on stderr and exit code 2; Ctrl-C is quiet."""
+
+    @wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except TraceError as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise typer.Exit(EXIT_BAD_INPUT) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader of our output went away; keep the interpreter from complaining at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+
+    return wrapped
+
+
+def _load(file: str, on_error: OnError, sort: bool = False, reblock: int | None = None) -> Trace:
+    from traces.formats import load
+
+    trace = load(file, on_error=on_error, sort=sort, reblock=reblock)
+    if trace.skipped_rows:
+        print(f"skipped {trace.skipped_rows} bad rows, among them:", file=sys.stderr)
+        for reason in trace.skip_reasons:
+            print(f"  {reason}", file=sys.stderr)
+    return trace
+
+
+def _save(trace: Trace, out: Path) -> None:
+    from traces.formats import save
+
+    save(trace, out)
+    print(f"{out}: {trace.n_requests} requests over {trace.duration_s:.1f} s")
+
+
+@app.command()
+@plain_errors
+def info(
+    file: In,
+    json_to: Annotated[
+        str | None,
+        typer.Option("--json", metavar="FILE|-", help="write the figures as JSON; - is stdout"),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="plot the reuse curve")
+    ] = None,
+    on_error: Bad = "raise",
+    sort: Sort = False,
+    reblock: Reblock = None,
+) -> None:
+    """Show rates, lengths and possible reuse.
+
+    Statistics of a trace, and what one prefix cache of several sizes could reuse of it.
+
+    \b
+    Examples:
+      python -m traces info builtin:toolagent
+      python -m traces info trace.jsonl.gz --json - --on-error skip
+    """
+    from traces.statistics import statistics_of
+
+    trace = _load(file, on_error, sort, reblock)
+    table = statistics_of(trace)
+    if json_to is not None:
+        text = json.dumps(table.as_dict(), indent=2) + "\n"
+        if json_to == "-":
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        else:
+            from traces.formats import write_whole
+
+            write_whole(Path(json_to), text.encode())
+    if json_to != "-":
+        _print_table(table)
+    if plot is not None:
+        _plot_reuse(trace, plot)
+
+
+def _print_table(stats: Statistics) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    def row(label: str, value: str) -> None:
+        table.add_row(label, value)
+
+    table = Table(title=stats.name or "trace", show_header=False)
+    table.add_column(justify="left")
+    table.add_column(justify="right")
+    row("requests", f"{stats.requests:,}")
+    if stats.skipped_rows:
+        row("skipped rows", f"{stats.skipped_rows:,}")
+    row("duration", f"{stats.duration_s:,.1f} s")
+    row("rate", "-" if stats.rate is None else f"{stats.rate:,.3f} requests/s")
+    row("distinct arrival times", f"{stats.distinct_arrival_times:,}")
+    row("largest burst", f"{stats.largest_burst:,} requests at one time")
+    for label, mean, percentiles in (
+        ("input tokens", stats.input_mean, stats.input_percentiles),
+        ("output tokens", stats.output_mean, stats.output_percentiles),
+    ):
+        row(f"{label}, mean", f"{mean:,.1f}")
+        row(
+            f"{label}, {' / '.join(percentiles)}",
+            " / ".join(f"{v:,.0f}" for v in percentiles.values()),
+        )
+    if stats.sessions is not None:
+        row("sessions", f"{stats.sessions:,}")
+    if stats.lru_hit is None:
+        row("blocks", "none in the source: reuse unknown")
+    else:
+        row("block size", f"{stats.block_tokens} tokens")
+        row("blocks requested", f"{stats.blocks_requested:,}")
+        row("blocks distinct", f"{stats.blocks_distinct:,}")
+        row("never reused", f"{stats.never_reused_share:.1%} of distinct blocks")
+        row("ten most used blocks", f"{stats.top10_blocks_share:.1%} of requested blocks")
+        for capacity, rate in stats.lru_hit.items():
+            size = "unbounded" if capacity == "inf" else f"{int(capacity):,} blocks"
+            row(f"LRU hit rate, {size}", f"{rate:.1%}")
+    Console().print(table)
+
+
+def _plot_reuse(trace: Trace, out: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+    import numpy as np
+
+    from traces.statistics import lru_hit_curve
+
+    sizes = np.unique(np.geomspace(10, max(trace.n_distinct_blocks, 100), 60).astype(int))
+    figure, axes = plt.subplots(figsize=(7, 4.5))
+    axes.semilogx(sizes, lru_hit_curve(trace, list(map(float, sizes))), marker=".")
+    axes.set_xlabel(f"cache size, blocks of {trace.block_tokens} tokens")
+    axes.set_ylabel("hit blocks / requested blocks")
+    axes.set_title(f"{trace.name}: one LRU cache, requests in order")
+    axes.set_ylim(bottom=0)
+    axes.grid(alpha=0.3)
+    figure.tight_layout()
+    try:
+        figure.savefig(out, dpi=120)
+    except (OSError, ValueError) as error:
+        raise TraceError(
+            f"cannot be written ({error})", file=out, expected="a .png, .svg or .pdf file"
+        ) from None
+    plt.close(figure)
+
+
+@app.command()
+@plain_errors
+def convert(
+    file: In, out: Out, on_error: Bad = "raise", sort: Sort = False, reblock: Reblock = None
+) -> None:
+    """Rewrite as Parquet or Mooncake JSONL.
+
+    The suffix of OUT says which.
+
+    \b
+    Examples:
+      python -m traces convert conversation_trace.jsonl conversation.parquet
+      python -m traces convert qwen_traceA_blksz_16.jsonl qwen.jsonl.zst --reblock 512
+    """
+    _save(_load(file, on_error, sort, reblock), out)
+
+
+@app.command("slice")
+@plain_errors
+def slice_(
+    file: In,
+    out: Out,
+    start: Annotated[float | None, typer.Option(help="from this time on, seconds")] = None,
+    stop: Annotated[float | None, typer.Option(help="up to this time, seconds")] = None,
+    part: Annotated[
+        Literal["train", "validation", "test"] | None,
+        typer.Option(help="one part of the 60/20/20 split by time"),
+    ] = None,
+    speed_up: Annotated[float | None, typer.Option(help="2: arrivals twice as fast")] = None,
+    jitter: Annotated[
+        int | None, typer.Option(metavar="SEED", help="spread requests that share a time stamp")
+    ] = None,
+    reblock: Reblock = None,
+    on_error: Bad = "raise",
+    sort: Sort = False,
+) -> None:
+    """Cut and reshape a trace.
+
+    In this order: coarser blocks, part, times, jitter, speed.
+
+    \b
+    Examples:
+      python -m traces slice builtin:conversation hour2.parquet --start 600 --stop 1200
+      python -m traces slice trace.jsonl fast.jsonl --part test --jitter 0 --speed-up 1.5
+    """
+    trace = _load(file, on_error, sort, reblock)
+    if part is not None:
+        trace = getattr(trace.split(), part)
+    if start is not None or stop is not None:
+        low = 0.0 if start is None else start
+        trace = trace.window(low, float("inf") if stop is None else stop)
+    if jitter is not None:
+        trace = trace.jitter(jitter)
+    if speed_up is not None:
+        trace = trace.speed_up(speed_up)
+    if not trace.n_requests:
+        raise TraceError(f"no request of {file} is left", expected="a range with requests in it")
+    _save(trace, out)
+
+
+@app.command()
+@plain_errors
+def synth(
+    profile: Annotated[
+        str, typer.Argument(metavar="PROFILE", help="conversation, toolagent, synthetic or a YAML")
+    ],
+    out: Out,
+    requests: Annotated[
+        int | None, typer.Option(help="how many; default as many as the profile's source")
+    ] = None,
+    duration: Annotated[float | None, typer.Option(help="or how long, seconds")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
+    seed: Annotated[int, typer.Option(help="the same seed gives the same trace")] = 0,
+) -> None:
+    """Sample a trace from a workload profile.
+
+    \b
+    Examples:
+      python -m traces synth conversation chat.parquet --seed 1
+      python -m traces synth mine.yaml busy.jsonl --duration 600 --rate 20
+    """
+    from traces.synthesis import profile as profile_of
+    from traces.synthesis import synthesize
+
+    workload = profile_of(profile)
+    trace = synthesize(workload, n_requests=requests, duration_s=duration, seed=seed, rate=rate)
+    _save(trace, out)
+
+
+@app.command("fit")
+@plain_errors
+def fit_(
+    file: In,
+    profile: Annotated[Path, typer.Argument(metavar="PROFILE.yaml", help="profile to write")],
+    on_error: Bad = "raise",
+    sort: Sort = False,
+    reblock: Reblock = None,
+) -> None:
+    """Measure a workload profile from a trace.
+
+    To synthesise more of its kind.
+
+    \b
+    Example:
+      python -m traces fit decisions.parquet mine.yaml
+      python -m traces synth mine.yaml more.parquet --requests 100000
+    """
+    from traces.formats import write_whole
+    from traces.synthesis import fit
+
+    fitted = fit(_load(file, on_error, sort, reblock))
+    write_whole(profile, fitted.to_yaml().encode())
+    print(f"{profile}: profile of {fitted.n_requests} requests, {len(fitted.strata)} strata")
+
+
+@app.command()
+@plain_errors
+def download(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="none: list them")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="every known trace")] = False,
+    to: Annotated[Path, typer.Option(metavar="DIR", help="folder to download to")] = Path("data"),
+    mirror: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            envvar="CONDUCTOR_TRACE_MIRROR",
+            help="take files from this address instead of GitHub's, same paths below it",
+        ),
+    ] = None,
+) -> None:
+    """Fetch public traces, checked, resumable.
+
+    \b
+    Examples:
+      python -m traces download
+      python -m traces download conversation toolagent --to data
+    """
+    from traces.download import SOURCES
+    from traces.download import download as fetch
+
+    wanted = list(SOURCES) if all_ else (names or [])
+    if not wanted:
+        for name, source in SOURCES.items():
+            print(f"{name:15} {source.about} ({source.licence})")
+        return
+    unknown = [name for name in wanted if name not in SOURCES]
+    if unknown:
+        raise TraceError(f"no public trace {unknown[0]!r}", expected=", ".join(SOURCES))
+    from rich.console import Console
+    from rich.progress import Progress
+
+    failed = 0
+    with Progress(console=Console(stderr=True)) as bars:
+        for name in wanted:
+            task = bars.add_task(name, total=None)
+
+            def show(have: int, total: int | None, task: Any = task) -> None:
+                bars.update(task, completed=have, total=total)
+
+            try:
+                file = fetch(name, to, mirror=mirror, progress=show)
+            except TraceError as error:
+                # One missing file must not keep the others from coming.
+                bars.console.print(f"error: {error}", markup=False, soft_wrap=True)
+                failed += 1
+            else:
+                print(file)
+    if failed:
+        raise typer.Exit(EXIT_BAD_INPUT)
+
+
+def main() -> None:
+    app(prog_name="python -m traces")
+
+
+if __name__ == "__main__":
+    main()
