@@ -384,8 +384,13 @@ def download(
         raise typer.Exit(EXIT_BAD_INPUT)
 
 
-def main() -> None:
-    app(prog_name="python -m traces")
+def main(arguments: list[str] | None = None) -> None:
+    """Run a command; `arguments` defaults to the process's own.
+
+    Raises:
+        SystemExit: always, with the exit code.
+    """
+    app(args=arguments, prog_name="python -m traces")
 
 
 if __name__ == "__main__":

@@ -42,7 +42,8 @@ def prefix_traces(draw: st.DrawFn) -> Trace:
     fresh = 0
     for _ in range(n):
         chain: list[int] = []
-        if chains and draw(st.booleans()):
+        reuse: bool = draw(st.booleans())
+        if chains and reuse:
             source = draw(st.sampled_from(chains))
             chain = source[: draw(st.integers(0, len(source)))]
         new = draw(st.integers(0 if chain else 1, 5))
@@ -117,7 +118,9 @@ def test_validation_names_column_row_and_expectation(
     change: dict[str, Any], message: str | None
 ) -> None:
     good = build([[0, 1], [0, 2], [0, 1, 3]])
-    arrays = {k: np.array(v) if isinstance(v, list) else v for k, v in change.items()}
+    arrays: dict[str, Any] = {
+        k: np.array(v) if isinstance(v, list) else v for k, v in change.items()
+    }
     if message is None:
         assert replace(good, **arrays).n_requests == 3
         return
@@ -303,12 +306,12 @@ def test_transforms_of_a_large_trace_are_fast() -> None:
     lengths = rng.integers(1, 40, n)
     trace = Trace(
         arrival_s=np.sort(rng.random(n)) * 1000,
-        input_tokens=lengths * 16,
-        output_tokens=np.ones(n, int),
+        input_tokens=(lengths * 16).astype(np.int32),
+        output_tokens=np.ones(n, np.int32),
         block_offsets=np.concatenate([[0], np.cumsum(lengths)]),
         block_ids=densify(np.minimum(rng.zipf(1.3, lengths.sum()), 10**6)),
         block_tokens=16,
-        session_id=rng.integers(0, 1000, n),
+        session_id=rng.integers(0, 1000, n, np.int32),
     )
     start = time.perf_counter()
     trace.window(100, 900).reblock(512).jitter(0).speed_up(2).subsample_sessions(0.5, 0)
