@@ -1,0 +1,1013 @@
+"""`python leaderboard.py`: compare schedulers on traces, with confidence intervals.
+
+Every policy replays the same requests on the same simulated cluster (docs/physics.md). A cell is
+(part of a trace, cluster, load); each cell is replayed once per seed. See `envs.metrics` for what
+is counted and how intervals are made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from envs import metrics
+from envs.metrics import Replay
+from envs.simulator import Simulator
+from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster
+from envs.state import Observation, Source
+from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy
+from traces import Trace, TraceError
+from traces import load as load_trace
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ROOT = Path(__file__).resolve().parent
+PARTS = ("train", "validation", "test", "all")
+DEFAULT_TRACE, DEFAULT_PART, DEFAULT_CLUSTER = "builtin:conversation", "test", "8p8d"
+DEFAULT_LOADS = (0.75, 1.0, 1.25, 1.5, 2.0)
+DEFAULT_SEEDS = 3
+TARGETS = (0.90, 0.99)
+BATCH_CLUSTERS, BATCH_BYTES = 64, 2e9
+"""Most clusters, and most memory, in one batch of a stepped policy."""
+OBSERVATIONS = 64
+"""Observations a decision is timed on."""
+EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+
+EXAMPLES = """examples:
+  python leaderboard.py
+      all heuristics on a built-in workload, at several loads
+  python leaderboard.py --policies conductor,cache_aware,random --trace trace.jsonl.gz --load 1,2
+      three policies on the last fifth of a trace, at its own speed and twice as fast
+  python leaderboard.py --policies conductor+none,conductor+predictive:threshold=0.95 --capacity 1.2
+      with and without admission, at 1.2 times what the cluster can take
+  python leaderboard.py --policies runs/ppo-3,conductor --trace trace.jsonl.gz --sustained
+      a trained policy against its teacher, and the highest load each sustains
+  python leaderboard.py --policies mymodule:MyPolicy,conductor --json result.json --plot curve.png
+      your own class with a decide(observation) method; see policies/policy.py
+
+policies: ROUTER[:option=value,...][+ADMISSION[:option=value,...]], a run folder of train.py, or
+  module:Class. Without an admission conductor uses slo, the other routers none.
+"""
+
+
+class LeaderboardError(ValueError):
+    """Something cannot be evaluated; the message says what was expected."""
+
+
+# --- what is evaluated ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Part of a trace, with `warmup` requests before it that are simulated and not counted.
+
+    `traces[s]` is seed s: 0 is the trace as it is, others move arrivals within their gaps.
+    """
+
+    trace: str
+    part: str
+    checksum: str
+    warmup: int
+    traces: tuple[Trace, ...]
+
+    @property
+    def requests(self) -> int:
+        return self.traces[0].n_requests - self.warmup
+
+
+@dataclass(frozen=True, eq=False)
+class Setting:
+    """A part of a trace on a cluster: everything of a cell but its load."""
+
+    part: Part
+    cluster: str
+    spec: ClusterSpec
+
+    def __str__(self) -> str:
+        return f"{self.part.trace} ({self.part.part}) on {self.cluster}"
+
+    def simulator(self, clusters: int = 1) -> Simulator:
+        """Clusters with room for the part."""
+        trace = self.part.traces[0]
+        return Simulator(
+            self.spec,
+            clusters=clusters,
+            max_requests=trace.n_requests,
+            max_references=len(trace.block_ids),
+            max_blocks=trace.n_distinct_blocks,
+            max_output_tokens=int(trace.output_tokens.max(initial=1)),
+        )
+
+    def replay_of(self, simulator: Simulator, cluster: int) -> Replay:
+        """What a drained cluster of `simulator` made of the part; a copy."""
+        counted = slice(self.part.warmup, None)
+        trace = self.part.traces[0]
+        return Replay(
+            simulator.batch.arrival_s[cluster, : trace.n_requests][counted].copy(),
+            trace.input_tokens[counted],
+            trace.output_tokens[counted],
+            simulator.outcomes(cluster)[counted].copy(),
+            self.spec.block_tokens,
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Cell:
+    """A setting at a load."""
+
+    setting: Setting
+    load: float
+    capacity: float | None = None
+
+    def __str__(self) -> str:
+        share = "" if self.capacity is None else f" = {self.load / self.capacity:.3g} x capacity"
+        return f"{self.setting}, load {self.load:.4g}{share}"
+
+
+def make_part(trace: Trace, part: str, warmup: int, seeds: int, name: str) -> Part:
+    """Cut a part out of a trace, and make its seeds.
+
+    Raises:
+        LeaderboardError: the part is empty.
+    """
+    split = trace.split()
+    ends = np.cumsum([0, *(piece.n_requests for piece in split)])
+    first, last = 0, trace.n_requests
+    if part != "all":
+        i = PARTS.index(part)
+        first, last = int(ends[i]), int(ends[i + 1])
+    if first == last:
+        raise LeaderboardError(f"part {part!r} of trace {name!r} has no requests; expected some")
+    warmup = min(warmup, first)
+    rows = trace.rows(first - warmup, last)
+    made = (rows, *(rows.jitter(seed) for seed in range(1, seeds)))
+    return Part(name, part, trace.checksum, warmup, made)
+
+
+def make_setting(trace: Trace, part: Part, cluster: str) -> Setting:
+    """Put a part on a cluster.
+
+    Raises:
+        LeaderboardError: the blocks of the trace do not fit the cluster's.
+    """
+    spec = load_cluster(cluster)
+    if trace.has_blocks and trace.block_tokens != spec.block_tokens:
+        raise LeaderboardError(
+            f"trace {part.trace!r} has blocks of {trace.block_tokens} tokens, cluster {cluster!r} of "
+            f"{spec.block_tokens}; expected equal sizes (python -m traces convert --reblock)"
+        )
+    return Setting(part, cluster, spec)
+
+
+# --- replays -------------------------------------------------------------------------------------
+
+
+class Contestant:
+    """A policy by name. Compiled ones are made anew for each replay, so replays may run in threads."""
+
+    def __init__(self, name: str) -> None:
+        try:
+            self.policy: Policy = make_policy(name)
+        except PolicyError:
+            raise
+        except Exception as error:  # a user's class or run folder may raise anything
+            raise LeaderboardError(
+                f"policy {name!r} cannot be made: {type(error).__name__}: {error}"
+            ) from error
+        self.name = name
+
+    @property
+    def compiled(self) -> bool:
+        return isinstance(self.policy, CompiledPolicy)
+
+    def replays(self, setting: Setting, runs: Sequence[tuple[float, int]]) -> list[Replay]:
+        """One replay for each (load, seed)."""
+        if self.compiled:
+            return [replay_compiled(self.name, setting, load, seed) for load, seed in runs]
+        size = int(BATCH_BYTES // setting.simulator().bytes_per_cluster)
+        size = max(1, min(BATCH_CLUSTERS, size))
+        batches = [runs[i : i + size] for i in range(0, len(runs), size)]
+        return [
+            replay
+            for batch in batches
+            for replay in replay_stepped(self.policy, self.name, setting, batch)
+        ]
+
+
+_own = threading.local()
+
+
+def replay_compiled(name: str, setting: Setting, load: float, seed: int) -> Replay:
+    """A whole replay without returning to Python; leaves the GIL to others meanwhile."""
+    policy = make_policy(name)
+    assert isinstance(policy, CompiledPolicy)
+    policy.reset(1, seed)
+    if getattr(_own, "setting", None) is not setting:
+        _own.setting, _own.simulator = setting, setting.simulator()
+    simulator: Simulator = _own.simulator
+    simulator.load(0, setting.part.traces[seed], speed=load)
+    simulator.begin(0, recheck=policy.recheck)
+    policy.replay(simulator, 0)
+    return setting.replay_of(simulator, 0)
+
+
+def replay_stepped(
+    policy: Policy, name: str, setting: Setting, runs: Sequence[tuple[float, int]]
+) -> list[Replay]:
+    """Replays of several (load, seed) side by side, the policy deciding for all of them at once.
+
+    Cluster c of the batch is runs[c]; the policy is reset with the first run's seed. All have
+    equally many requests, so all end with the same step.
+    """
+    simulator = setting.simulator(len(runs))
+    call(policy, name, "reset", len(runs), runs[0][1])
+    for c, (load, seed) in enumerate(runs):
+        simulator.load(c, setting.part.traces[seed], speed=load)
+        simulator.begin(c, recheck=policy.recheck)
+        simulator.observe(c)
+    done = np.zeros(len(runs), np.bool_)
+    for _ in range(setting.part.traces[0].n_requests):
+        actions = decide(policy, name, simulator.observation_tables)
+        simulator.step(actions, done)
+    assert done.all()
+    return [setting.replay_of(simulator, c) for c in range(len(runs))]
+
+
+def call(policy: Policy, name: str, method: str, *given: Any) -> Any:
+    """Call a policy's method; whatever it raises becomes one clear error."""
+    try:
+        return getattr(policy, method)(*given)
+    except Exception as error:
+        raise LeaderboardError(
+            f"policy {name!r}: {method}() raised {type(error).__name__}: {error}"
+        ) from error
+
+
+def decide(policy: Policy, name: str, observation: Observation) -> np.ndarray:
+    """A policy's actions, checked.
+
+    Raises:
+        LeaderboardError: it raised, or returned other than int64[clusters] within the actions.
+    """
+    actions = call(policy, name, "decide", observation)
+    clusters, prefills = observation.prefill.shape
+    largest = prefills * observation.decode.shape[1] * len(Source)
+    expected = f"expected one integer action in 0 .. {largest} for each of {clusters} clusters"
+    if not isinstance(actions, np.ndarray):
+        found = type(actions).__name__
+    elif actions.shape != (clusters,) or actions.dtype.kind not in "iu":
+        found = f"{actions.dtype}{list(actions.shape)}"
+    elif actions.min() < 0 or actions.max() > largest:
+        found = f"action {actions[(actions < 0) | (actions > largest)][0]}"
+    else:
+        return actions.astype(np.int64, copy=False)
+    raise LeaderboardError(f"policy {name!r}: decide() returned {found}; {expected}")
+
+
+# --- how long a decision takes -------------------------------------------------------------------
+
+
+def stored_observations(setting: Setting) -> Observation:
+    """Up to `OBSERVATIONS` observations, evenly spread over a replay at load 1 under `conductor+none`."""
+    policy = make_policy("conductor+none")
+    assert isinstance(policy, CompiledPolicy)
+    simulator = setting.simulator()
+    simulator.load(0, setting.part.traces[0])
+    simulator.begin(0, recheck=False)
+    gap = setting.part.traces[0].n_requests // OBSERVATIONS
+    kept: list[list[np.ndarray]] = []
+    while len(kept) < OBSERVATIONS and simulator.observe(0):
+        tables = simulator.observation_tables
+        kept.append([table[0].copy() for table in tables])
+        action = int(policy.decide(tables)[0])
+        pair, source = divmod(action - 1, len(Source))
+        prefill, decode = divmod(pair, simulator.decodes) if action else (-1, -1)
+        simulator.decide(0, prefill, decode, Source(source))
+        policy.replay(simulator, 0, limit=max(0, gap - 1))
+    return Observation(*(np.stack(column) for column in zip(*kept, strict=True)))
+
+
+def decision_times(contestant: Contestant, stored: Observation) -> tuple[float, float]:
+    """Microseconds per decision: in a batch of all stored observations, and of one alone.
+
+    Median of repeated calls of `decide`, Python included, the making of the observation excluded.
+    """
+    policy, name = contestant.policy, contestant.name
+    count = len(stored.request)
+    call(policy, name, "reset", count, 0)
+    together = _median_s(lambda _: decide(policy, name, stored)) / count
+    ones = [Observation(*(table[i : i + 1] for table in stored)) for i in range(count)]
+    call(policy, name, "reset", 1, 0)
+    alone = _median_s(lambda i: decide(policy, name, ones[i % count]))
+    return together * 1e6, alone * 1e6
+
+
+def _median_s(work: Callable[[int], object], budget_s: float = 0.1, most: int = 200) -> float:
+    """Median seconds of a call, over up to `most` calls or about `budget_s` seconds, 3 at least."""
+    work(0)
+    spent: list[float] = []
+    while len(spent) < 3 or (len(spent) < most and sum(spent) < budget_s):
+        start = time.perf_counter()
+        work(len(spent))
+        spent.append(time.perf_counter() - start)
+    return float(np.median(spent))
+
+
+# --- the leaderboard -----------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    """Rows and comparisons, ready for JSON."""
+
+    rows: list[dict[str, Any]]
+    cells: list[dict[str, Any]]
+    paired: dict[str, Any] | None
+    winner: str | None
+    capacities: list[dict[str, Any]] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+
+
+class Progress:
+    """A bar on stderr, where stderr is a terminal."""
+
+    def __init__(self) -> None:
+        self.advance: Callable[[], None] = lambda: None
+
+    @contextmanager
+    def stage(self, what: str, total: int) -> Iterator[None]:
+        if not sys.stderr.isatty():
+            yield
+            return
+        from rich.console import Console
+        from rich.progress import Progress as Bar
+
+        with Bar(console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(what, total=total)
+            self.advance = lambda: bar.advance(task)
+            try:
+                yield
+            finally:
+                self.advance = lambda: None
+
+
+class Pool:
+    """Threads for compiled policies; stepped ones run in the caller's."""
+
+    def __init__(self, jobs: int, progress: Progress) -> None:
+        self.threads = ThreadPoolExecutor(jobs)
+        self.progress = progress
+
+    def run(self, what: str, tasks: Sequence[tuple[bool, Callable[[], Any]]]) -> list[Any]:
+        """Results of tasks (in threads?, function), in order."""
+        results: list[Any] = [None] * len(tasks)
+        with self.progress.stage(what, len(tasks)):
+            futures = {
+                self.threads.submit(work): i for i, (threaded, work) in enumerate(tasks) if threaded
+            }
+            for i, (threaded, work) in enumerate(tasks):
+                if not threaded:
+                    results[i] = work()
+                    self.progress.advance()
+            for future in as_completed(futures):
+                results[futures[future]] = future.result()
+                self.progress.advance()
+        return results
+
+
+def sustained_loads(
+    contestant: Contestant, setting: Setting, seeds: Sequence[int], targets: Sequence[float]
+) -> list[metrics.Highest]:
+    """The highest load at which a policy meets each target, all seeds together."""
+    known: dict[float, float] = {}
+
+    def attainment(loads: Sequence[float]) -> list[float]:
+        new = [load for load in loads if load not in known]
+        replays = contestant.replays(setting, [(load, seed) for load in new for seed in seeds])
+        for i, load in enumerate(new):
+            mine = replays[i * len(seeds) : (i + 1) * len(seeds)]
+            known[load] = float(np.mean([replay.good.mean() for replay in mine]))
+        return [known[load] for load in loads]
+
+    return [metrics.highest_load(attainment, target) for target in targets]
+
+
+def evaluate(
+    contestants: Sequence[Contestant],
+    cells: Sequence[Cell],
+    *,
+    seeds: Sequence[int] = (0,),
+    sustained: bool = False,
+    pool: Pool | None = None,
+) -> Result:
+    """Every policy on every cell; rows in order of cells, best goodput first within one."""
+    pool = pool or Pool(1, Progress())
+    settings = list(dict.fromkeys(cell.setting for cell in cells))
+    replays = _all_replays(contestants, cells, settings, seeds, pool)
+    highest: dict[tuple[Contestant, Setting], list[metrics.Highest]] = {}
+    if sustained:
+        pairs = [(contestant, setting) for setting in settings for contestant in contestants]
+        found = pool.run(
+            "sustained loads",
+            [
+                (c.compiled, lambda c=c, s=s: sustained_loads(c, s, seeds, TARGETS))
+                for c, s in pairs
+            ],
+        )
+        highest = dict(zip(pairs, found, strict=True))
+    stored = {setting: stored_observations(setting) for setting in settings}
+    times = {(c, s): decision_times(c, stored[s]) for s in settings for c in contestants}
+
+    rows: list[dict[str, Any]] = []
+    comparisons = []
+    for cell in cells:
+        of_cell = []
+        for contestant in contestants:
+            row = {"policy": contestant.name} | metrics.score(replays[contestant, cell], seeds)
+            row["decision_us"], row["decision_alone_us"] = times[contestant, cell.setting]
+            for target, load in zip(TARGETS, highest.get((contestant, cell.setting), ())):
+                key = f"load_at_{round(100 * target)}"
+                row |= {key: load.load, f"{key}_note": load.note}
+            of_cell.append(row | _about_cell(cell, seeds))
+        rows += sorted(of_cell, key=lambda row: -float(row["goodput"]))
+        comparisons.append(_compare_cell(contestants, cell, replays))
+    paired = _paired_overall(contestants, cells, replays)
+    winner = _winner(contestants, cells, replays)
+    return Result(rows, comparisons, paired, winner)
+
+
+Replays = dict[tuple[Contestant, Cell], list[Replay]]
+
+
+def _all_replays(
+    contestants: Sequence[Contestant],
+    cells: Sequence[Cell],
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    pool: Pool,
+) -> Replays:
+    """Compiled policies: a task per replay. Stepped ones: a task per setting, all loads in a batch."""
+    tasks: list[tuple[bool, Callable[[], list[Replay]]]] = []
+    keys: list[list[tuple[Contestant, Cell]]] = []
+    for setting in settings:
+        here = [cell for cell in cells if cell.setting is setting]
+        for contestant in contestants:
+            groups = [[c] for c in here] if contestant.compiled else [here]
+            for group in groups:
+                runs = [(cell.load, seed) for cell in group for seed in seeds]
+                tasks.append(
+                    (
+                        contestant.compiled,
+                        lambda c=contestant, s=setting, runs=runs: c.replays(s, runs),
+                    )
+                )
+                keys.append([(contestant, cell) for cell in group for _ in seeds])
+    replays: Replays = {(contestant, cell): [] for contestant in contestants for cell in cells}
+    for key_list, made in zip(keys, pool.run("replays", tasks), strict=True):
+        for key, replay in zip(key_list, made, strict=True):
+            replays[key].append(replay)
+    return replays
+
+
+def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
+    part = cell.setting.part
+    return {
+        "cell": str(cell),
+        "trace": part.trace,
+        "trace_checksum": part.checksum,
+        "part": part.part,
+        "cluster": cell.setting.cluster,
+        "spec_checksum": cell.setting.spec.checksum,
+        "load": cell.load,
+        "capacity": cell.capacity,
+        "seeds": len(seeds),
+        "windows": 1,
+        "warmup": part.warmup,
+        "code_version": code_version(),
+    }
+
+
+# --- comparisons ---------------------------------------------------------------------------------
+
+
+def _goods(replays: list[Replay]) -> np.ndarray:
+    return np.stack([replay.good for replay in replays])
+
+
+def _difference(ours: Contestant, theirs: Contestant, cell: Cell, replays: Replays) -> Any:
+    blocks = metrics.time_blocks(replays[ours, cell][0].arrival_s)
+    return metrics.difference(_goods(replays[ours, cell]), _goods(replays[theirs, cell]), blocks)
+
+
+def _ranked(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
+) -> list[Contestant]:
+    """Best mean goodput over the cells first; equal ones in the order given."""
+
+    def goodput(contestant: Contestant) -> float:
+        return float(np.mean([_goods(replays[contestant, cell]).mean() for cell in cells]))
+
+    return sorted(contestants, key=lambda contestant: -goodput(contestant))
+
+
+def _over_cells(
+    ours: Contestant, theirs: Contestant, cells: Sequence[Cell], replays: Replays
+) -> dict[str, Any]:
+    """Mean difference over cells. Cells share requests, so their errors are taken to be the same:
+    the interval is the mean of the cells' intervals, wider than if they were independent."""
+    found = [_difference(ours, theirs, cell, replays) for cell in cells]
+    mean, low, high = (float(np.mean([interval[i] for interval in found])) for i in range(3))
+    return {"policy": ours.name, "baseline": theirs.name, "mean": mean, "low": low, "high": high}
+
+
+def _paired_overall(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
+) -> dict[str, Any] | None:
+    if len(contestants) < 2:
+        return None
+    best = _ranked(contestants[1:], cells, replays)[0]
+    return _over_cells(contestants[0], best, cells, replays)
+
+
+def _winner(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
+) -> str | None:
+    if len(contestants) < 2:
+        return None
+    first, second = _ranked(contestants, cells, replays)[:2]
+    return first.name if _over_cells(first, second, cells, replays)["low"] > 0 else None
+
+
+def _compare_cell(
+    contestants: Sequence[Contestant], cell: Cell, replays: Replays
+) -> dict[str, Any]:
+    found: dict[str, Any] = {"cell": str(cell), "load": cell.load, "winner": None, "paired": None}
+    if len(contestants) > 1:
+        first, second = _ranked(contestants, [cell], replays)[:2]
+        found["paired"] = _over_cells(first, second, [cell], replays)
+        found["winner"] = first.name if found["paired"]["low"] > 0 else None
+    return found
+
+
+# --- output --------------------------------------------------------------------------------------
+
+
+_version: list[str] = []
+
+
+def code_version() -> str:
+    """Commit of the checkout, with "-dirty" where files differ; "unknown" outside of one."""
+    if not _version:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+            _version.append(done.stdout.strip())
+        except (OSError, subprocess.SubprocessError):
+            _version.append("unknown")
+    return _version[0]
+
+
+def as_json(result: Result) -> str:
+    """The result as JSON; whole numbers as integers, what does not exist as null."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(inner) for key, inner in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(inner) for inner in value]
+        if isinstance(value, float):
+            if not math.isfinite(value):
+                return None
+            return int(value) if value.is_integer() else value
+        return value
+
+    whole = {
+        "rows": result.rows,
+        "paired": result.paired,
+        "winner": result.winner,
+        "cells": result.cells,
+        "capacities": result.capacities,
+        **result.about,
+    }
+    return json.dumps(plain(whole), indent=1, allow_nan=False)
+
+
+COLUMNS: tuple[tuple[str, str], ...] = (
+    ("rejected\narrival", "rejected_at_arrival"),
+    ("rejected\ndecode", "rejected_at_decode"),
+    ("violated", "violated"),
+    ("wasted\nprefill s", "wasted_prefill_s"),
+    ("TTFT\nmean s", "ttft_mean_s"),
+    ("TTFT\np90 s", "ttft_p90_s"),
+    ("TBT\np90 s", "tbt_p90_s"),
+    ("hit\nrate", "hit_rate"),
+    ("µs per\ndecision", "decision_us"),
+)
+
+
+def _figure(key: str, value: float) -> str:
+    if not math.isfinite(value):
+        return "-"
+    if key in ("violated", "rejected_at_arrival", "rejected_at_decode", "wasted_prefill_s"):
+        return f"{value:.0f}"
+    digits = 1 if key == "decision_us" else 3 if key in ("tbt_p90_s", "hit_rate") else 2
+    return f"{value:.{digits}f}"
+
+
+def _load_text(row: dict[str, Any], key: str) -> str:
+    if row[key] is not None:
+        return f"{row[key]:.2f}"
+    return ">64" if row[f"{key}_note"].startswith("met") else "never"
+
+
+def print_tables(result: Result, console: Console) -> None:
+    """One table per cell, then what the figures mean and who won."""
+    from rich.table import Table
+
+    searched = [f"load_at_{round(100 * t)}" for t in TARGETS if "load_at_90" in result.rows[0]]
+    for comparison in result.cells:
+        rows = [row for row in result.rows if row["cell"] == comparison["cell"]]
+        title = f"{comparison['cell']}: {rows[0]['offered']:.0f} requests"
+        table = Table(title=title, title_justify="left", title_style="bold")
+        table.add_column("policy", overflow="fold")
+        table.add_column("goodput", justify="right")
+        table.add_column("95 %\ninterval", justify="right", no_wrap=True)
+        for heading, _ in COLUMNS:
+            table.add_column(heading, justify="right")
+        for key in searched:
+            table.add_column(f"load at\n{key[-2:]} %", justify="right")
+        for row in rows:
+            table.add_row(
+                row["policy"],
+                f"{row['goodput']:.4f}",
+                f"{row['goodput_low']:.3f}-{row['goodput_high']:.3f}",
+                *(_figure(key, row[key]) for _, key in COLUMNS),
+                *(_load_text(row, key) for key in searched),
+            )
+        console.print(table)
+        _print_verdict(comparison, console)
+        console.print()
+    _print_footer(result, console)
+
+
+def _print_verdict(comparison: dict[str, Any], console: Console) -> None:
+    paired = comparison["paired"]
+    if paired is None:
+        return
+    difference = (
+        f"{paired['policy']} minus {paired['baseline']}: {paired['mean']:+.4f} "
+        f"[{paired['low']:+.4f}, {paired['high']:+.4f}]"
+    )
+    if comparison["winner"]:
+        console.print(
+            f"winner: {comparison['winner']} ({difference})", highlight=False, markup=False
+        )
+    else:
+        console.print(f"no winner: intervals overlap ({difference})", highlight=False, markup=False)
+
+
+def _print_footer(result: Result, console: Console) -> None:
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, style="dim")
+
+    for capacity in result.capacities:
+        say(
+            f"capacity of {capacity['setting']}: load {capacity['load']:.4g}, {capacity['meaning']}"
+        )
+    if len(result.cells) > 1 and result.paired is not None:
+        paired = result.paired
+        say(
+            f"over all cells: {paired['policy']} minus the best of the others, {paired['baseline']}: "
+            f"{paired['mean']:+.4f} [{paired['low']:+.4f}, {paired['high']:+.4f}]; "
+            + (f"winner: {result.winner}" if result.winner else "no winner: intervals overlap")
+        )
+    for key in ("goodput", "seeds", "method", "decision_us"):
+        say(str(result.about["notes"][key]))
+    say(f"code {result.about['code_version']}")
+
+
+def plot(result: Result, file: str) -> None:
+    """Attainment over load, one panel per setting, a band for the interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in result.rows:
+        title = f"{row['trace']} ({row['part']}) on {row['cluster']}"
+        groups.setdefault(title, []).append(row)
+    figure, panels = pyplot.subplots(
+        1, len(groups), figsize=(7 * len(groups), 4.5), squeeze=False, layout="constrained"
+    )
+    for panel, (title, rows) in zip(panels[0], groups.items(), strict=True):
+        for name in dict.fromkeys(row["policy"] for row in rows):
+            line = sorted((r for r in rows if r["policy"] == name), key=lambda r: float(r["load"]))
+            loads = [r["load"] for r in line]
+            (drawn,) = panel.plot(loads, [r["goodput"] for r in line], marker="o", ms=3, label=name)
+            low, high = [r["goodput_low"] for r in line], [r["goodput_high"] for r in line]
+            panel.fill_between(loads, low, high, color=drawn.get_color(), alpha=0.12, lw=0)
+        panel.axhline(0.9, color="grey", lw=0.7, ls="--")
+        panel.set(
+            title=title, xlabel="load (x the trace's speed)", ylabel="goodput", ylim=(0, 1.01)
+        )
+        panel.legend(fontsize=7)
+    figure.savefig(file, dpi=140)
+    pyplot.close(figure)
+
+
+def notes(seeds: int) -> dict[str, str]:
+    """What the figures mean, for the table's footer and the JSON."""
+    return {
+        "goodput": (
+            "goodput: share of all offered requests that completed within both SLOs; counts are "
+            "means over seeds. Each part is one replay, caches cold unless --warmup is given."
+        ),
+        "seeds": (
+            f"seeds: {seeds}. Seed 0 is the trace as it is; others spread requests with equal "
+            "timestamps over the gap to the next one (never changing their order), and seed the policy."
+        ),
+        "method": metrics.METHOD,
+        "decision_us": (
+            f"µs per decision: decide() on a batch of {OBSERVATIONS} stored observations, per "
+            "observation, making it excluded; decision_alone_us in the JSON: one at a time."
+        ),
+    }
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        print(f"error: {message} (see --help)", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_INPUT)
+
+
+def _factor(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"found {text!r}; expected a finite number above 0")
+    return value
+
+
+def _factors(text: str) -> list[float]:
+    return [_factor(part) for part in text.split(",")]
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = smallest - 1
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"found {text!r}; expected an integer >= {smallest}")
+        return value
+
+    return integer
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+def policy_names(text: str) -> list[str]:
+    """Split at commas, but not at those between a policy's options."""
+    names: list[str] = []
+    for piece in filter(None, text.split(",")):
+        key, equals, _ = piece.partition("=")
+        if names and equals and key.isidentifier():
+            names[-1] += f",{piece}"
+        else:
+            names.append(piece)
+    return names
+
+
+def default_policies() -> list[str]:
+    """All heuristics: the conductor first, with every admission, then the other routers."""
+    admissions = [name for name in ADMISSIONS if name != "slo"]
+    others = [name for name in ROUTERS if name != "conductor"]
+    return ["conductor", *(f"conductor+{admission}" for admission in admissions), *others]
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line, with lists of policies and clusters in its help."""
+    made = _Parser(
+        prog="leaderboard.py",
+        description="Compare schedulers of a prefill/decode cluster on traces, with confidence "
+        "intervals. Every policy replays the same requests; the score is goodput under SLO.",
+        epilog=f"{EXAMPLES}  routers: {', '.join(ROUTERS)}\n  admissions: {', '.join(ADMISSIONS)}\n"
+        "  (--list tells what each does, and its options)\n\n"
+        f"clusters: {', '.join(cluster_names())}, any <prefills>p<decodes>d such as 5p11d, or a YAML file\n",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = made.add_argument
+    add(
+        "--policies",
+        action="append",
+        type=policy_names,
+        metavar="A,B,...",
+        help="default: all heuristics",
+    )
+    add("--trace", action="append", type=_names, metavar="FILE",
+        help=f"any public trace, or builtin:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+    add("--part", action="append", type=_names, metavar="|".join(PARTS),
+        help="part of the trace, cut by time 60/20/20 (default test)")  # fmt: skip
+    add(
+        "--cluster", action="append", type=_names, metavar="NAME", help=f"default {DEFAULT_CLUSTER}"
+    )
+    add("--load", action="append", type=_factors, metavar="X",
+        help="arrival speed, times the trace's own (default 1; without --trace, several)")  # fmt: skip
+    add("--capacity", action="append", type=_factors, metavar="X",
+        help="load as a multiple of capacity: the highest load at which --reference meets 90 %%")  # fmt: skip
+    add(
+        "--reference",
+        default="conductor",
+        metavar="POLICY",
+        help="for --capacity (default conductor)",
+    )
+    add("--seeds", type=_at_least(1), default=DEFAULT_SEEDS, metavar="N",
+        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS})")  # fmt: skip
+    add("--warmup", type=_at_least(0), default=0, metavar="N",
+        help="requests before the part to simulate first, not counted (default 0: cold caches)")  # fmt: skip
+    add("--sustained", action=argparse.BooleanOptionalAction, default=None,
+        help="also search the highest load at 90 %% and 99 %% attainment (on without arguments)")  # fmt: skip
+    add(
+        "--json",
+        metavar="FILE|-",
+        help="write the figures as JSON; - is stdout, and nothing else there",
+    )
+    add("--plot", metavar="FILE.png", help="plot goodput over load")
+    add(
+        "--jobs",
+        type=_at_least(1),
+        default=os.cpu_count() or 1,
+        metavar="N",
+        help="threads (default: CPUs)",
+    )
+    add(
+        "--list", action="store_true", help="list policies with their meaning and options, and stop"
+    )
+    add("--debug", action="store_true", help="show the traceback of an error")
+    return made
+
+
+def list_policies() -> str:
+    """Every router and admission with its meaning and options."""
+    lines = []
+    for kind, parts in (("routers", ROUTERS), ("admissions (+NAME)", ADMISSIONS)):
+        lines.append(f"{kind}:")
+        width = max(map(len, parts))
+        for name, part in parts.items():
+            lines.append(f"  {name:{width}}  {part.meaning}")
+            lines += [
+                f"  {'':{width}}    :{option.name}={option.default:g}  {option.meaning}"
+                for option in part.options
+            ]
+    return "\n".join(lines)
+
+
+def _flat(given: list[list[Any]] | None, otherwise: list[Any]) -> list[Any]:
+    """All values of a repeatable option, each once, in order."""
+    return list(dict.fromkeys(v for values in given for v in values)) if given else otherwise
+
+
+def make_settings(arguments: argparse.Namespace) -> list[Setting]:
+    """The (part, cluster) pairs asked for."""
+    parts = _flat(arguments.part, [DEFAULT_PART])
+    for part in parts:
+        if part not in PARTS:
+            raise LeaderboardError(
+                f"no part is called {part!r}; expected one of {', '.join(PARTS)}"
+            )
+    clusters = _flat(arguments.cluster, [DEFAULT_CLUSTER])
+    for cluster in clusters:
+        load_cluster(cluster)
+    settings = []
+    for name in _flat(arguments.trace, [DEFAULT_TRACE]):
+        trace = load_trace(name)
+        for part in parts:
+            made = make_part(trace, part, arguments.warmup, arguments.seeds, name)
+            settings += [make_setting(trace, made, cluster) for cluster in clusters]
+    return settings
+
+
+def make_cells(
+    arguments: argparse.Namespace, settings: Sequence[Setting], pool: Pool
+) -> tuple[list[Cell], list[dict[str, Any]]]:
+    """The cells asked for, and the capacities measured for them."""
+    loads = _flat(arguments.load, [])
+    shares = _flat(arguments.capacity, [])
+    if not loads and not shares:
+        loads = [1.0] if arguments.trace else list(DEFAULT_LOADS)
+    cells, capacities = [], []
+    reference = Contestant(arguments.reference) if shares else None
+    for setting in settings:
+        cells += [Cell(setting, load) for load in loads]
+        if reference is None:
+            continue
+        search = (
+            reference.compiled,
+            lambda s=setting: sustained_loads(reference, s, range(arguments.seeds), [0.9]),
+        )
+        (found,) = pool.run("capacity", [search])[0]
+        if found.load is None:
+            raise LeaderboardError(
+                f"capacity of {setting}: 90 % attainment by {reference.name} is {found.note}; "
+                "expected a load that separates; use --load"
+            )
+        capacities.append(
+            {
+                "setting": str(setting),
+                "reference": reference.name,
+                "load": found.load,
+                "meaning": f"the highest at which {reference.name} meets 90 % attainment",
+            }
+        )
+        cells += [Cell(setting, share * found.load, found.load) for share in shares]
+    return cells, capacities
+
+
+def _note_compilation() -> None:
+    """The first use compiles for about a minute; say so instead of seeming to hang."""
+    from envs.kernel.compile import cache_directory
+
+    if not any(cache_directory("envs").iterdir()):
+        print("compiling the simulator (once, about a minute) ...", file=sys.stderr)
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """What the command line asked for."""
+    if arguments.list:
+        print(list_policies())
+        return
+    names = _flat(arguments.policies, default_policies())
+    contestants = [Contestant(name) for name in names]
+    settings = make_settings(arguments)
+    if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
+        raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
+    if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
+        raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
+    _note_compilation()
+    plain = not (arguments.policies or arguments.trace or arguments.load or arguments.capacity)
+    sustained = plain if arguments.sustained is None else arguments.sustained
+    pool = Pool(arguments.jobs, Progress())
+    cells, capacities = make_cells(arguments, settings, pool)
+    result = evaluate(
+        contestants, cells, seeds=range(arguments.seeds), sustained=sustained, pool=pool
+    )
+    result.capacities = capacities
+    result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}
+    if arguments.plot:
+        plot(result, arguments.plot)
+    if arguments.json == "-":
+        print(as_json(result))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(as_json(result) + "\n")
+    from rich.console import Console
+
+    print_tables(result, Console(width=None if sys.stdout.isatty() else 140))
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    arguments = parser().parse_args(given)
+    sys.path.insert(0, os.getcwd())  # module:Class is looked for where the command runs
+    try:
+        run(arguments)
+    except (LeaderboardError, PolicyError, SpecError, TraceError, OSError) as error:
+        if arguments.debug:
+            raise
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(EXIT_INTERRUPTED)  # replays in threads cannot be stopped
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.exit(code)
