@@ -1,0 +1,225 @@
+"""The run folder: all that is needed to evaluate, serve or go on with a trained policy.
+
+    runs/<id>/
+        config.yaml      options of the training, the observation schema, the network, what it was trained on
+        metrics.json     validation history, best, steps and seconds
+        tensorboard/     scalars
+        checkpoints/     steps_000000016384.zip, ...
+        best.zip         best on the validation part so far
+        final.zip        at the end of the training
+
+A `.zip` is what Stable-Baselines3 saves; deciding needs only the weights in it, and neither SB3's pickles nor its spaces, so
+that one file serves any pool size. The network definition does need the training packages to be installed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import zipfile
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+from envs.kernel.replay import LARGEST
+from envs.state import (
+    CLUSTER_FEATURES,
+    DECODE_FEATURES,
+    PREFILL_FEATURES,
+    REQUEST_FEATURES,
+    Observation,
+)
+
+from .policy import Policy, PolicyError
+
+if TYPE_CHECKING:
+    from .networks import SetScorer
+
+FORMAT = 1
+NETWORK = "set-scorer/1"
+_TABLES = {
+    "request": REQUEST_FEATURES,
+    "prefill": PREFILL_FEATURES,
+    "decode": DECODE_FEATURES,
+    "cluster": CLUSTER_FEATURES,
+}
+
+
+def observation_schema() -> dict[str, Any]:
+    """What a policy reads: the columns of the four tables in order, and a hash of them."""
+    columns = {name: list(features.names or ()) for name, features in _TABLES.items()}
+    digest = hashlib.sha256(json.dumps([columns, LARGEST]).encode()).hexdigest()
+    return {**columns, "sha256": digest[:16]}
+
+
+def _check_schema(file: Path, stored: Any) -> None:
+    ours = observation_schema()
+    if not isinstance(stored, dict) or not set(ours) <= set(stored):
+        raise PolicyError(f"{file}: 'observation' must name {', '.join(ours)}, found {stored!r}")
+    if stored == ours:
+        return
+    for table in _TABLES:
+        theirs = list(stored[table] or ())
+        if theirs != ours[table]:
+            missing = [name for name in theirs if name not in ours[table]]
+            added = [name for name in ours[table] if name not in theirs]
+            difference = "; ".join(
+                text
+                for text, names in (
+                    (f"it reads {', '.join(missing)}, which is gone", missing),
+                    (f"{', '.join(added)} is new", added),
+                    ("the order of the columns differs", not missing and not added),
+                )
+                if names
+            )
+            raise PolicyError(
+                f"{file}: the run was trained on another observation: table {table!r}: {difference}; train it anew"
+            )
+    raise PolicyError(
+        f"{file}: the observation's sha256 is {stored['sha256']!r}, expected {ours['sha256']!r} for these columns"
+    )
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The contents of `config.yaml`, with its format, network and observation schema checked.
+
+    Raises:
+        PolicyError: naming the file and what was expected.
+    """
+    file = folder / "config.yaml"
+    try:
+        config = yaml.safe_load(file.read_text())
+    except FileNotFoundError:
+        raise PolicyError(f"{folder} is no run folder of train.py: it has no config.yaml") from None
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise PolicyError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(config, dict) or config.get("format") != FORMAT:
+        found = config.get("format") if isinstance(config, dict) else config
+        raise PolicyError(f"{file}: expected a run folder of format {FORMAT}, found {found!r}")
+    network = config.get("network")
+    if not isinstance(network, dict) or network.get("kind") != NETWORK:
+        raise PolicyError(f"{file}: expected network.kind {NETWORK!r}, found {network!r}")
+    if not isinstance(network.get("hidden"), int) or network["hidden"] < 1:
+        raise PolicyError(f"{file}: network.hidden must be a whole number above 0, found {network.get('hidden')!r}")
+    _check_schema(file, config.get("observation"))
+    return config
+
+
+def write_atomically(file: Path, text: str) -> None:
+    """Write a file so that a reader never sees half of it."""
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(file)
+
+
+def checkpoint_file(folder: Path, steps: int) -> Path:
+    """Where the checkpoint after `steps` steps lies."""
+    return folder / "checkpoints" / f"steps_{steps:012d}.zip"
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """`final.zip`, or the checkpoint with most steps; None where there is neither."""
+    if (folder / "final.zip").is_file():
+        return folder / "final.zip"
+    return max((folder / "checkpoints").glob("steps_*.zip"), default=None)
+
+
+def float32_tables(observation: Observation) -> dict[str, NDArray[np.float32]]:
+    """The tables as training sees them: float32, cut to +-1e9; `request` [C, 5], `prefill` [C, P, 13], ..."""
+    tables = {}
+    for name, features in _TABLES.items():
+        table = np.ascontiguousarray(getattr(observation, name))
+        values = table.view(np.float64).reshape(*table.shape, len(features.names or ()))
+        tables[name] = np.clip(values, -LARGEST, LARGEST).astype(np.float32)
+    return {**tables, "request": tables["request"][:, 0], "cluster": tables["cluster"][:, 0]}
+
+
+def action_masks(observation: Observation) -> NDArray[np.bool_]:
+    """Which actions are valid, bool[C, 1 + P D 3], as `envs.kernel.replay.action_masks` has it."""
+    sources = observation.prefill_mask[:, :, None, :] != 0
+    pairs = sources & (observation.decode_mask[:, None, :, None] != 0)
+    always = np.ones((len(pairs), 1), np.bool_)
+    return np.concatenate([always, pairs.reshape(len(pairs), -1)], axis=1)
+
+
+class NetworkPolicy:
+    """A set scorer as a `Policy`: the valid action with the largest logit."""
+
+    def __init__(self, scorer: SetScorer, name: str, recheck: bool, device: str = "cpu") -> None:
+        self.scorer = scorer
+        self.name = name
+        self.recheck = recheck
+        self.device = device
+
+    def reset(self, clusters: int, seed: int) -> None:
+        """Nothing to forget: a decision depends on the observation only."""
+
+    def decide(self, observation: Observation) -> NDArray[np.int64]:
+        """Actions int64[C]; any pool size."""
+        import torch
+
+        with torch.inference_mode():
+            tables = {
+                name: torch.from_numpy(table).to(self.device)
+                for name, table in float32_tables(observation).items()
+            }
+            masks = torch.from_numpy(action_masks(observation)).to(self.device)
+            actions: NDArray[np.int64] = self.scorer(tables, masks).argmax(1).cpu().numpy()
+        return actions
+
+
+def load_weights(file: Path, hidden: int) -> SetScorer:
+    """The scorer in a file saved by MaskablePPO.
+
+    Raises:
+        PolicyError: no such file, damaged, or weights of another network.
+    """
+    try:
+        import torch
+
+        from .networks import SetScorer
+    except ImportError as error:
+        raise PolicyError(
+            f"a run folder needs {error.name}: pip install 'conductor-gym[train]'"
+        ) from None
+    scorer = SetScorer(hidden)
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open("policy.pth") as weights:
+            saved = torch.load(weights, map_location="cpu", weights_only=True)
+        prefix = "scorer."
+        scorer.load_state_dict(
+            {name.removeprefix(prefix): w for name, w in saved.items() if name.startswith(prefix)}
+        )
+    except FileNotFoundError:
+        raise PolicyError(f"{file}: no such file") from None
+    except (OSError, zipfile.BadZipFile, KeyError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+        reason = " ".join(str(error).split())
+        raise PolicyError(f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}") from None
+    return scorer.eval()
+
+
+def load_run(path: Path) -> Policy:
+    """The policy in a run folder: the best on validation, or the last checkpoint where there is no best (and says so).
+
+    Raises:
+        PolicyError: naming the file and what was expected.
+    """
+    path = Path(path)
+    config = read_config(path)
+    file = path / "best.zip"
+    if not file.is_file():
+        last = last_checkpoint(path)
+        if last is None:
+            raise PolicyError(f"{path} has neither best.zip nor a checkpoint: the training saved nothing")
+        print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
+        file = last
+    scorer = load_weights(file, config["network"]["hidden"])
+    import torch
+
+    torch.set_num_threads(1)  # the network is small: more threads only wait for one another
+    return NetworkPolicy(scorer, str(path), bool(config.get("recheck", True)))

@@ -1,0 +1,1 @@
+"""Trainers by algorithm. Each has `train(options, run)`; `train.py` picks one by name."""

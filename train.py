@@ -1,0 +1,361 @@
+"""Train a scheduler for a cluster on a trace; the run folder is then a policy for the leaderboard and the sidecar."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+HELP = """Train a scheduler for a simulated LLM serving cluster.
+
+A step is one decision for one arriving request: reject it, or choose a prefill instance, a decode instance and where its
+cached prefix comes from. The reward is goodput: requests that meet their TTFT and TBT SLOs.
+What is trained scores instances as a set and starts as a heuristic (Algorithm 1 of Mooncake with early rejection), so a run
+works on clusters of any size and never starts from nothing.
+
+examples:
+  python train.py                                   built-in workload, 8p8d, a few minutes, then a leaderboard
+  python train.py --trace conversation_trace.jsonl --cluster 8p8d --load 1.2,2.0 --steps 3000000 --out runs/mine
+  python train.py --config mine.yaml --seed 1       options from a file (keys as the flags), flags override
+  python train.py --resume runs/mine                go on after Ctrl-C; with --steps N, up to N steps in all
+  python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
+  tensorboard --logdir runs
+
+files: DIR/config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (best on the validation part), final.zip
+
+exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C (saved, can be resumed)
+"""
+
+
+@dataclass(frozen=True)
+class Options:
+    algo: str = "ppo"
+    """How to train: ppo (MaskablePPO with a set scorer)."""
+    trace: str = "builtin:conversation"
+    """Trace file in any format of traces/, or builtin:conversation, builtin:toolagent, builtin:synthetic."""
+    cluster: str = "8p8d"
+    """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
+    steps: int = 600_000
+    """Decisions in all, rounded up to whole rollouts of envs x n-steps."""
+    out: str = ""
+    """Run folder to make. Default: runs/ALGO-CLUSTER-TRACE-TIME."""
+    part: str = "train"
+    """Part of the trace, by time: train (first 60 %), validation, test, all. best.zip is chosen on validation."""
+    load: str = "1.2,2.0"
+    """Arrival speed as a multiple of the trace's own: X, or LOW,HIGH to draw one for every window."""
+    envs: int = 64
+    """Clusters stepped at once."""
+    episode_requests: int = 1000
+    """Requests per window of the trace."""
+    seed: int = 0
+    """Same seed, same machine, CPU: same weights."""
+    resume: str = ""
+    """Run folder to go on with: its options, step count, optimiser and TensorBoard."""
+    overwrite: bool = False
+    """Replace the run in --out."""
+    config: str = ""
+    """YAML file of options."""
+    checkpoint_every: int = 200_000
+    """Steps between checkpoints."""
+    eval_every: int = 100_000
+    """Steps between evaluations on the validation part."""
+    eval_requests: int = 2000
+    """Requests of the validation part to evaluate on, at the lowest, the middle and the highest load."""
+    device: str = "auto"
+    """cpu, cuda or auto (CUDA where there is one)."""
+    lr: float = 3e-4
+    """Learning rate at the start; falls linearly."""
+    epochs: int = 4
+    """Passes over every rollout."""
+    minibatch: int = 4096
+    """Decisions per gradient step; below 2048 the learner takes nearly all the time."""
+    clip: float = 0.2
+    """PPO's clip range."""
+    gamma: float = 0.998
+    """Discount per decision."""
+    gae_lambda: float = 0.98
+    """Lambda of generalised advantage estimation."""
+    ent: float = 0.0
+    """Weight of the entropy bonus."""
+    n_steps: int = 256
+    """Decisions per cluster and rollout."""
+    target_kl: float = 0.02
+    """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
+    hidden: int = 48
+    """Hidden units of the network."""
+
+
+# Errors that are the user's to mend, by name: importing their classes would import the simulator.
+BAD_INPUT = ("TraceError", "SpecError", "PolicyError")
+
+
+class UsageError(ValueError):
+    """Input that cannot be; the message is one line."""
+
+
+def fail(message: str, code: int = 2) -> NoReturn:
+    """Leave with one line."""
+    print(f"train.py: error: {' '.join(message.split())}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+# --- options --------------------------------------------------------------------------------------------------------
+
+
+def options_from_yaml(file: Path, base: Options) -> Options:
+    """Options in a YAML file, on top of `base`.
+
+    Raises:
+        UsageError: no such file, an unknown key or a value of the wrong type, by name.
+    """
+    import yaml
+
+    try:
+        given = yaml.safe_load(file.read_text()) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise UsageError(f"--config {file}: cannot be read: {error}") from None
+    return options_from_mapping(given, base, str(file))
+
+
+def options_from_mapping(given: Any, base: Options, where: str) -> Options:
+    """Options from a mapping whose keys are the flags, on top of `base`. Raises `UsageError` as above."""
+    from pydantic import TypeAdapter, ValidationError
+
+    if not isinstance(given, dict):
+        raise UsageError(f"{where}: expected a mapping of options, found {type(given).__name__}")
+    values = {str(key).replace("-", "_"): value for key, value in given.items()}
+    known = [field.name for field in fields(Options) if field.name not in ("config", "resume")]
+    for key in values:
+        if key not in known:
+            raise UsageError(f"{where}: unknown option {key!r}; known are {', '.join(known)}")
+    load = values.get("load")
+    if isinstance(load, (list, tuple)):
+        values["load"] = ",".join(map(str, load))
+    elif isinstance(load, (int, float)):
+        values["load"] = str(load)
+    try:
+        return TypeAdapter(Options).validate_python({**asdict(base), **values})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise UsageError(f"{where}: option {name!r}: {first['msg']}, found {first['input']!r}") from None
+
+
+def parse_load(text: str) -> tuple[float, float]:
+    """`X` or `LOW,HIGH` -> the range of load factors."""
+    try:
+        numbers = [float(number) for number in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < x < float("inf") for x in numbers) or numbers[0] > numbers[-1]:
+        raise UsageError(f"--load {text!r}: expected X or LOW,HIGH with 0 < LOW <= HIGH")
+    return numbers[0], numbers[-1]
+
+
+def check(options: Options) -> None:
+    """Refuse what cannot be.
+
+    Raises:
+        UsageError: naming the option.
+    """
+    if options.algo not in ALGORITHMS:
+        raise UsageError(f"--algo {options.algo!r}: unknown; there is {', '.join(ALGORITHMS)}")
+    choices = {"part": ("train", "validation", "test", "all"), "device": ("auto", "cpu", "cuda")}
+    for name, allowed in choices.items():
+        if getattr(options, name) not in allowed:
+            raise UsageError(f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}")
+    whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs minibatch n_steps hidden"
+    for name in (*whole.split(), "lr", "clip"):
+        if not 0 < getattr(options, name) < float("inf"):
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
+    for name in ("gamma", "gae_lambda"):
+        if not 0 < getattr(options, name) <= 1:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1")
+    for name in ("ent", "target_kl", "seed"):
+        if not 0 <= getattr(options, name) < 2**32:
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more")
+    parse_load(options.load)
+
+
+def parse(arguments: list[str]) -> Options:
+    """Options from the command line: flags override --config, which overrides the resumed run, which overrides defaults.
+
+    Raises:
+        UsageError, policies.PolicyError: bad values. SystemExit: --help, or flags that cannot be parsed.
+    """
+    import tyro
+
+    def flags(base: Options) -> Options:
+        return tyro.cli(Options, args=arguments, default=base, prog="train.py", description=HELP)
+
+    first = flags(Options())
+    base = Options()
+    if first.resume:
+        from policies.run_folder import read_config
+
+        where = f"{first.resume}/config.yaml"
+        stored = read_config(Path(first.resume)).get("options")
+        base = options_from_mapping(stored, base, where)
+    if first.config:
+        base = options_from_yaml(Path(first.config), base)
+    options = flags(base)
+    check(options)
+    return options
+
+
+# --- the run --------------------------------------------------------------------------------------------------------
+
+
+def make_folder(options: Options) -> Path:
+    """The run folder, made if need be.
+
+    Raises:
+        UsageError: it exists and is not empty, or cannot be written.
+    """
+    if options.resume:
+        if options.out and Path(options.out).resolve() != Path(options.resume).resolve():
+            raise UsageError("--resume goes on in its own folder: leave --out away")
+        folder = Path(options.resume)
+    else:
+        stem = Path(options.trace).name.replace("builtin:", "").partition(".")[0]
+        cluster = Path(options.cluster).stem
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        folder = Path(options.out or f"runs/{options.algo}-{cluster}-{stem}-{stamp}")
+    try:
+        if not options.resume and folder.is_dir() and any(folder.iterdir()):
+            if not options.overwrite:
+                raise UsageError(f"--out {folder} is not empty: go on with --resume {folder}, or give --overwrite")
+            if not (folder / "config.yaml").is_file():
+                raise UsageError(f"--out {folder} is not empty and no run folder: it is left alone")
+            shutil.rmtree(folder)
+        for part in ("checkpoints", "tensorboard"):
+            (folder / part).mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError("no permission to write")
+    except OSError as error:
+        raise UsageError(f"--out {folder}: cannot be written: {error.strerror or error}") from None
+    return folder
+
+
+def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
+    """`config.yaml`: what `policies.run_folder` and --resume need."""
+    from importlib.metadata import version
+
+    import yaml
+
+    from policies import run_folder
+
+    config = {
+        "format": run_folder.FORMAT,
+        "algo": options.algo,
+        "options": {k: v for k, v in asdict(options).items() if k not in ("config", "resume", "out", "overwrite")},
+        "recheck": spec.decode_recheck,
+        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden},
+        "observation": run_folder.observation_schema(),
+        "trained_on": {
+            "trace": trace.name,
+            "trace_sha256": trace.checksum,
+            "cluster": spec.name,
+            "cluster_sha256": spec.checksum,
+            "prefill": spec.n_prefill,
+            "decode": spec.n_decode,
+        },
+        "versions": {name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")},
+    }
+    run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+
+def announce_compilation() -> None:
+    """Say so when kernels will be compiled first."""
+    from envs.kernel.compile import cache_directory
+
+    if not any(cache_directory("envs").iterdir()):
+        print("compiling the simulator (about a minute, only this once) ...", file=sys.stderr, flush=True)
+
+
+def train_ppo(*arguments: Any) -> bool:
+    from policies.trainers import ppo
+
+    return ppo.train(*arguments)
+
+
+ALGORITHMS: dict[str, Callable[..., bool]] = {"ppo": train_ppo}
+
+
+def run(options: Options, leaderboard: bool) -> int:
+    """Train, and compare with heuristics if asked; returns the exit code.
+
+    Raises:
+        UsageError, traces.TraceError, envs.spec.SpecError, policies.PolicyError: bad input.
+    """
+    for package in ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"):
+        if importlib.util.find_spec(package) is None:
+            raise UsageError(f"training needs {package}, which is not installed: pip install 'conductor-gym[train]'")
+    from envs.spec import load_cluster
+    from traces import load as load_trace
+
+    spec = load_cluster(options.cluster)
+    trace = load_trace(options.trace)
+    if trace.has_blocks and trace.block_tokens != spec.block_tokens:
+        raise UsageError(
+            f"--trace {options.trace} has blocks of {trace.block_tokens} tokens, cluster {spec.name} of "
+            f"{spec.block_tokens}: convert the trace with python -m traces, or set block_tokens in the cluster's file"
+        )
+    folder = make_folder(options)
+    announce_compilation()
+    if not options.resume:
+        write_config(options, folder, spec, trace)
+    resumed = bool(options.resume)
+    finished = ALGORITHMS[options.algo](options, folder, spec, trace, parse_load(options.load), resumed)
+    if not finished:
+        print(f"stopped and saved; go on with: python train.py --resume {folder}", file=sys.stderr)
+        return 130
+    print(f"saved {folder}")
+    if leaderboard:
+        compare(options, str(folder))
+    else:
+        print(f"compare: {' '.join(comparison(options, str(folder)))}")
+    return 0
+
+
+def comparison(options: Options, folder: str) -> list[str]:
+    """The leaderboard's command line for the run among heuristics, on the held-out test part."""
+    low, high = parse_load(options.load)
+    names = "conductor,conductor+early,conductor+predictive,cache_aware+early,load_balancing+early"
+    command = ["python", "leaderboard.py", "--policies", f"{folder},{names}", "--trace", options.trace]
+    return [*command, "--part", "test", "--cluster", options.cluster, "--load", f"{(low + high) / 2:g}"]
+
+
+def compare(options: Options, folder: str) -> None:
+    """Print the leaderboard of the run."""
+    command = comparison(options, folder)
+    program = Path(__file__).with_name("leaderboard.py")
+    if not program.is_file():
+        print(f"there is no leaderboard.py here to compare with; its command: {' '.join(command)}")
+        return
+    subprocess.run([sys.executable, str(program), *command[2:]], check=False)
+
+
+def main(arguments: list[str]) -> int:
+    """Parse, train, compare; returns the exit code."""
+    try:
+        options = parse(arguments)
+        return run(options, leaderboard=not arguments)
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        return 130
+    except Exception as error:
+        if isinstance(error, UsageError) or type(error).__name__ in BAD_INPUT:
+            fail(str(error))
+        raise
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
