@@ -16,7 +16,7 @@ The model, and where each part comes from:
 
 A reuse whose time reaches back before the trace's start cannot be seen in it, so a trace starts
 with less reuse than it ends with. The model has both parts: the propensity to continue
-(`reuse_curve`, over the trace's length) times the chance that the time to reuse fits into the
+(`reuse_curve`, over the trace's requests) times the chance that the time to reuse fits into the
 time since the start. A longer synthesised trace therefore warms up no slower than a short one.
 """
 
@@ -27,7 +27,7 @@ from functools import lru_cache
 from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
-from statistics import NormalDist
+from statistics import NormalDist, fmean
 from typing import Any, Literal
 
 import numpy as np
@@ -84,6 +84,7 @@ Kind = Literal["fresh", "extends", "rereads"]
 CONTINUING: tuple[Kind, ...] = ("extends", "rereads")
 FRESH_VARIABLES = ("input_tokens", "output_tokens")
 REUSE_VARIABLES = ("gap_s", "covered", "once", "uses", "tail", "new_tokens", "output_tokens")
+REUSE_MARGINS = ("matched", "input_tokens")
 
 
 class Stratum(_Part):
@@ -93,7 +94,8 @@ class Stratum(_Part):
     since the last use of the deepest matched block), `covered` and `once` (matched blocks
     beyond the trunk that two or more, or just one request used before), `uses` (of the deepest
     one before), `tail` (blocks of the continued request beyond the match), `new_tokens`,
-    `output_tokens`.
+    `output_tokens`. Besides, `matched` and `input_tokens`, which follow from these, keep their own
+    distribution: what the copula makes of them is mapped onto it by rank.
     """
 
     kind: Kind
@@ -108,8 +110,9 @@ class Stratum(_Part):
     @model_validator(mode="after")
     def _complete(self) -> Stratum:
         want = FRESH_VARIABLES if self.kind == "fresh" else REUSE_VARIABLES
-        if tuple(self.tables) != want:
-            raise ValueError(f"tables must be {', '.join(want)}, in this order")
+        tables = want if self.kind == "fresh" else want + REUSE_MARGINS
+        if tuple(self.tables) != tables:
+            raise ValueError(f"tables must be {', '.join(tables)}, in this order")
         for label, table in self.tables.items():
             if len(table) != len(LEVELS) or any(np.diff(table) < 0):
                 raise ValueError(f"table {label}: expected {len(LEVELS)} ascending values")
@@ -130,10 +133,7 @@ class WorkloadProfile(_Part):
     arrivals: Arrivals
     trunks: list[Trunk] = Field(min_length=1, description="trunk 0 may be empty")
     reuse_curve: list[float] = Field(
-        min_length=1, description="propensity to continue, over equal parts of the trace"
-    )
-    once_scale: float = Field(
-        default=1.0, gt=0, description="factor on `once` within the matched blocks (calibration)"
+        min_length=1, description="propensity to continue, over equal parts of the requests"
     )
     strata: list[Stratum] = Field(min_length=1)
 
@@ -221,6 +221,7 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
         "input_tokens": trace.input_tokens.astype(np.float64),
         "output_tokens": trace.output_tokens.astype(np.float64),
         "gap_s": gap_s,
+        "matched": matched.astype(np.float64),
         "covered": covered.astype(np.float64),
         "uses": np.maximum(uses, 1).astype(np.float64),
         "once": (matched - covered).astype(np.float64),
@@ -246,7 +247,7 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
             strata.append(stratum.model_copy(update={"whole": alone}))
     fresh = np.flatnonzero(~continuing)
     # Some of them would continue something, had the trace begun earlier.
-    segment = np.minimum((since_s / since_s[-1] * len(curve)).astype(np.int64), len(curve) - 1)
+    segment = np.arange(n) * len(curve) // n
     lost = max(float(np.sum(np.array(curve)[segment])) - int(continuing.sum()), 0.0)
     lost_by_trunk = lost * np.bincount(trunk_of[continuing], minlength=len(trunks))
     lost_by_trunk = lost_by_trunk / max(int(continuing.sum()), 1)
@@ -277,8 +278,10 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
 class _Reuse:
     """What calibration compares: reuse as it came out."""
 
+    continuing: float
+    """Share of requests that match blocks beyond their trunk."""
     matched: float
-    """Blocks matched beyond trunks per request."""
+    """Blocks these match beyond it, mean."""
     reused: float
     """Distinct blocks used again, per request."""
     figures: Floats
@@ -305,7 +308,8 @@ def _measure_reuse(trace: Trace, caches: Floats) -> _Reuse | None:
     figures = np.append(hits, (counts == 1).mean())
     parts = np.array_split(order, max(1, min(16, len(order) // 25)))
     return _Reuse(
-        matched=float(matched.sum()) / trace.n_requests,
+        continuing=len(rows) / trace.n_requests,
+        matched=float(matched[rows].mean()),
         reused=float((matched - covered).sum()) / trace.n_requests,
         figures=figures,
         gaps_s=np.array([gap_s[p].mean() for p in parts]),
@@ -316,8 +320,8 @@ def _measure_reuse(trace: Trace, caches: Floats) -> _Reuse | None:
 def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     """Correct a profile by what it gives: the search for fitting requests finds no exact ones.
 
-    Three things are set so that synthesised traces agree with the source: the propensity to
-    continue (by matched blocks), the split of matches into blocks used once and used often (by
+    Four things are set so that synthesised traces agree with the source: the propensity to
+    continue (by the share of requests that do), the depth (by matched blocks), the split into requests that extend and that reread (by
     blocks ever reused), and the gaps (by the cache size that a hit needs: branches of a session
     touch shared blocks in between, so the same gap may need less cache). The gaps in seconds move
     by some percent for it.
@@ -327,7 +331,7 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     if goal is None:
         return profile
     original = profile
-    curve, once = np.ones(()), 1.0
+    curve = depth = first = 1.0
     gap_from, gap_to = np.array([1e-6, 1e9]), np.array([1e-6, 1e9])
     best, least = profile, np.inf
     for _ in range(CALIBRATION_ROUNDS):
@@ -338,9 +342,11 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
         miss = float(np.abs(np.mean([g.figures for g in got], axis=0) - goal.figures).max())
         if miss < least:
             best, least = profile, miss
-        curve = curve * np.clip(goal.matched / np.mean([g.matched for g in got]), 0.8, 1.25)
-        once *= float(np.clip(goal.reused / np.mean([g.reused for g in got]), 0.8, 1.25))
-        once = min(max(once, 0.5), 2.0)
+        curve *= goal.continuing / fmean(g.continuing for g in got)
+        depth *= goal.matched / fmean(g.matched for g in got)
+        first *= goal.reused / fmean(g.reused for g in got)
+        curve, depth = min(max(curve, 0.8), 1.25), min(max(depth, 0.9), 1.1)
+        first = min(max(first, 0.5), 2.0)
         # The gap after which a synthesised hit needs as much cache as one of the source's.
         sizes = np.mean([np.interp(goal.gaps_s, g.gaps_s, g.sizes) for g in got], axis=0)
         wanted = np.interp(goal.sizes, sizes, goal.gaps_s)
@@ -351,25 +357,35 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
         gap_from = goal.gaps_s
         gap_from = np.concatenate([[0.0], gap_from, [gap_from[-1] * 100]])
         gap_to = np.concatenate([[0.0], gap_to, [gap_to[-1] * 100]])
-        profile = _adjusted(original, float(curve), once, gap_from, gap_to)
+        profile = _adjusted(original, curve, depth, first, gap_from, gap_to)
     return best
 
 
 def _adjusted(
-    profile: WorkloadProfile, curve: float, once: float, gap_from: Floats, gap_to: Floats
+    profile: WorkloadProfile,
+    curve: float,
+    depth: float,
+    first: float,
+    gap_from: Floats,
+    gap_to: Floats,
 ) -> WorkloadProfile:
     strata = []
+    share = {kind: sum(s.share for s in profile.strata if s.kind == kind) for kind in CONTINUING}
+    # Requests that extend are the ones that make blocks reused which were not before.
+    extends = min(share["extends"] * first, 1.0) if share["rereads"] > 0 else 1.0
+    wanted = {"extends": extends, "rereads": 1 - extends}
     for stratum in profile.strata:
         if stratum.kind == "fresh":
             strata.append(stratum)
             continue
+        factor = wanted[stratum.kind] / max(share[stratum.kind], 1e-9)
         tables = dict(stratum.tables)
+        tables["matched"] = _tidy(depth * np.array(tables["matched"]))
         tables["gap_s"] = _tidy(np.interp(tables["gap_s"], gap_from, gap_to))
-        strata.append(stratum.model_copy(update={"tables": tables}))
+        weight = round(stratum.share * factor, 6)
+        strata.append(stratum.model_copy(update={"tables": tables, "share": weight}))
     propensity = [round(min(p * curve, 1.0), 4) for p in profile.reuse_curve]
-    return profile.model_copy(
-        update={"strata": strata, "reuse_curve": propensity, "once_scale": round(once, 4)}
-    )
+    return profile.model_copy(update={"strata": strata, "reuse_curve": propensity})
 
 
 def _tidy(table: Floats) -> list[float]:
@@ -387,7 +403,7 @@ def _correct_for_start(
     """
     n = len(since_s)
     segments = int(np.clip(n // 150, 1, RATE_SEGMENTS))
-    segment = np.minimum((since_s / since_s[-1] * segments).astype(np.int64), segments - 1)
+    segment = np.arange(n) * segments // n
     propensity = np.full(n, 0.5)
     rows = np.flatnonzero(continuing)
     weight = np.zeros(n)
@@ -448,13 +464,14 @@ def _stratum(
     variables: dict[str, Floats], rows: Ints, share: float, kind: Kind, trunk_of: Ints
 ) -> Stratum:
     labels = FRESH_VARIABLES if kind == "fresh" else REUSE_VARIABLES
+    margins = () if kind == "fresh" else REUSE_MARGINS
     columns = [variables[label][rows] for label in labels]
     trunks, uses = np.unique(trunk_of[rows], return_counts=True)
     return Stratum(
         share=round(share, 6),
         kind=kind,
         trunk_shares={int(k): round(float(u) / len(rows), 6) for k, u in zip(trunks, uses)},
-        tables={label: _quantiles(c) for label, c in zip(labels, columns)},
+        tables={label: _quantiles(variables[label][rows]) for label in labels + margins},
         correlation=_normal_correlation(columns),
     )
 
@@ -613,12 +630,17 @@ def _sample_requests(
         levels[0] = gap_level
         for label, u in zip(REUSE_VARIABLES, levels):
             out[label][rows] = np.interp(u, LEVELS, stratum.tables[label])
-        out["matched"][rows] = np.maximum(np.rint(out["covered"][rows] + out["once"][rows]), 1)
+        tables = stratum.tables
+        # Random ties: equal sums must not all move the same way.
+        depth = _even(out["covered"][rows] + out["once"][rows] + rng.random(len(rows)))
+        matched = np.maximum(np.rint(np.interp(depth, LEVELS, tables["matched"])), 1)
+        out["matched"][rows] = matched
         out["whole"][rows] = rng.random(len(rows)) < stratum.whole
         trunk = _labels(stratum.trunk_shares, len(rows), rng)
         out["trunk"][rows] = trunk
-        least = (lengths[trunk] + out["matched"][rows] - 1) * b + 1
-        tokens = (lengths[trunk] + out["matched"][rows]) * b + np.rint(out["new_tokens"][rows])
+        least = (lengths[trunk] + matched - 1) * b + 1
+        length = _even((lengths[trunk] + matched) * b + out["new_tokens"][rows])
+        tokens = np.rint(np.interp(length, LEVELS, tables["input_tokens"]))
         out["input_tokens"][rows] = np.maximum(tokens, least)
     # What a lost request would have continued lies before the start; its trunk it keeps.
     lost_trunk = _labels(_continuing_trunks(profile), len(lost), rng)
@@ -680,9 +702,8 @@ def _continuing_rows(
     """
     n = len(arrival_s)
     since_s = arrival_s - arrival_s[0]
-    part = since_s / max(float(since_s[-1]), 1e-9) * len(profile.reuse_curve)
-    curve = np.asarray(profile.reuse_curve)
-    propensity = curve[np.minimum(part.astype(np.int64), len(curve) - 1)]
+    # By position, not time: the number of requests in each part is then the same for all seeds.
+    propensity = np.asarray(profile.reuse_curve)[np.arange(n) * len(profile.reuse_curve) // n]
     groups = [[s for s in profile.continuing if s.kind == kind] for kind in CONTINUING]
     shares = [sum(s.share for s in group) for group in groups]
     fits = np.stack([_gap_cdf(group, since_s) for group in groups])
@@ -798,7 +819,7 @@ def _grow(
         draw["gap_s"],
         draw["matched"].astype(np.int64),
         np.maximum(draw["uses"], 1.0),
-        np.minimum(profile.once_scale * draw["once"] / np.maximum(draw["matched"], 1), 1),
+        np.minimum(draw["once"] / np.maximum(draw["matched"], 1), 1),
         np.rint(draw["tail"]).astype(np.int64),
         draw["whole"],
         SEARCH_REACH,

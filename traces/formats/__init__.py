@@ -14,7 +14,6 @@ known about reuse. `synthesise_blocks` adds invented sessions where that is want
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import orjson
 
 from traces.formats import agent_sessions, bailian, csv_lengths, mooncake, parquet
 from traces.formats.rows import OnError, Rows, read_bytes, text_lines
@@ -171,8 +171,8 @@ def _sniff_json(data: bytes) -> Any:
         if count == _SNIFFED_LINES:
             break
         try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
+            row = orjson.loads(line)
+        except ValueError:
             continue
         if not isinstance(row, dict):
             continue

@@ -47,13 +47,13 @@ def toolagent(sample: Trace, conversation: WorkloadProfile) -> WorkloadProfile:
     """The tool&agent profile; see the module's text.
 
     Four factors on the parts (chat's input and output lengths, its propensity to continue, its
-    share of matches used once) are set until synthesised traces have the published means,
+    share of requests that extend) are set until synthesised traces have the published means,
     unbounded hit rate and share of blocks never reused.
     """
     tools = fit(sample)
     if tuple(len(t.blocks()) for t in tools.trunks) != PROMPT_BLOCKS:
         raise SystemExit(f"expected the sample's prompts to have {PROMPT_BLOCKS} blocks")
-    factor = {"input": 1.0, "output": 1.0, "reuse": 1.0, "once": conversation.once_scale}
+    factor = {"input": 1.0, "output": 1.0, "reuse": 1.0, "extends": 1.0}
     for _ in range(ROUNDS):
         profile = _put_together(tools, conversation, factor)
         seen = [statistics_of(synthesize(profile, seed=2000 + k)) for k in range(2)]
@@ -63,7 +63,7 @@ def toolagent(sample: Trace, conversation: WorkloadProfile) -> WorkloadProfile:
         factor["input"] *= 1 + (INPUT_MEAN / fmean(s.input_mean for s in seen) - 1) / 0.64
         factor["output"] *= OUTPUT_MEAN / fmean(s.output_mean for s in seen)
         factor["reuse"] *= 1 + (LRU_UNBOUNDED - unbounded) / (LRU_UNBOUNDED - PROMPT_HITS)
-        factor["once"] *= (1 - NEVER_REUSED) / (1 - never)
+        factor["extends"] *= (1 - NEVER_REUSED) / (1 - never)
     return profile
 
 
@@ -73,7 +73,16 @@ def _put_together(
     chat_share, *tool_shares = [uses / REQUESTS for uses in PROMPT_USES]
     curve = [c * chat_share * factor["reuse"] for c in chat.reuse_curve]
     reuse = float(np.mean(curve))
-    strata = [_scaled(s, factor) for s in chat.strata]
+    extends = sum(s.share for s in chat.strata if s.kind == "extends")
+    shares = {
+        "extends": factor["extends"],
+        "rereads": (1 - extends * factor["extends"]) / (1 - extends),
+        "fresh": 1.0,
+    }
+    strata = [
+        _scaled(s, factor).model_copy(update={"share": round(s.share * shares[s.kind], 6)})
+        for s in chat.strata
+    ]
     # Continuing requests are all chat; the fresh ones of chat are what is left of its share.
     fresh_chat = (chat_share - reuse) / (1 - reuse)
     strata = [
@@ -101,7 +110,6 @@ def _put_together(
         ),
         trunks=tools.trunks,
         reuse_curve=[round(c, 4) for c in curve],
-        once_scale=round(factor["once"], 4),
         strata=strata,
     )
 
