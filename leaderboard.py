@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,12 +36,14 @@ from traces import load as load_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 ROOT = Path(__file__).resolve().parent
 PARTS = ("train", "validation", "test", "all")
 DEFAULT_TRACE, DEFAULT_PART, DEFAULT_CLUSTER = "builtin:conversation", "test", "8p8d"
 DEFAULT_LOADS = (0.75, 1.0, 1.25, 1.5, 2.0)
-DEFAULT_SEEDS = 3
+DEFAULT_SEEDS = 4
+"""A power of two, so that mean counts are exact and add up."""
 TARGETS = (0.90, 0.99)
 BATCH_CLUSTERS, BATCH_BYTES = 64, 2e9
 """Most clusters, and most memory, in one batch of a stepped policy."""
@@ -424,10 +427,7 @@ def evaluate(
         pairs = [(contestant, setting) for setting in settings for contestant in contestants]
         found = pool.run(
             "sustained loads",
-            [
-                (c.compiled, lambda c=c, s=s: sustained_loads(c, s, seeds, TARGETS))
-                for c, s in pairs
-            ],
+            [(c.compiled, partial(sustained_loads, c, s, seeds, TARGETS)) for c, s in pairs],
         )
         highest = dict(zip(pairs, found, strict=True))
     stored = {setting: stored_observations(setting) for setting in settings}
@@ -470,12 +470,7 @@ def _all_replays(
             groups = [[c] for c in here] if contestant.compiled else [here]
             for group in groups:
                 runs = [(cell.load, seed) for cell in group for seed in seeds]
-                tasks.append(
-                    (
-                        contestant.compiled,
-                        lambda c=contestant, s=setting, runs=runs: c.replays(s, runs),
-                    )
-                )
+                tasks.append((contestant.compiled, partial(contestant.replays, setting, runs)))
                 keys.append([(contestant, cell) for cell in group for _ in seeds])
     replays: Replays = {(contestant, cell): [] for contestant in contestants for cell in cells}
     for key_list, made in zip(keys, pool.run("replays", tasks), strict=True):
@@ -488,6 +483,7 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
     part = cell.setting.part
     return {
         "cell": str(cell),
+        "setting": str(cell.setting),
         "trace": part.trace,
         "trace_checksum": part.checksum,
         "part": part.part,
@@ -607,62 +603,73 @@ def as_json(result: Result) -> str:
     return json.dumps(plain(whole), indent=1, allow_nan=False)
 
 
-COLUMNS: tuple[tuple[str, str], ...] = (
-    ("rejected\narrival", "rejected_at_arrival"),
-    ("rejected\ndecode", "rejected_at_decode"),
-    ("violated", "violated"),
-    ("wasted\nprefill s", "wasted_prefill_s"),
-    ("TTFT\nmean s", "ttft_mean_s"),
-    ("TTFT\np90 s", "ttft_p90_s"),
-    ("TBT\np90 s", "tbt_p90_s"),
-    ("hit\nrate", "hit_rate"),
-    ("µs per\ndecision", "decision_us"),
+COLUMNS: tuple[tuple[str, str, int], ...] = (
+    ("rejected\narrival", "rejected_at_arrival", 0),
+    ("rejected\ndecode", "rejected_at_decode", 0),
+    ("vio-\nlated", "violated", 0),
+    ("wasted\nprefill s", "wasted_prefill_s", 0),
+    ("TTFT\nmean s", "ttft_mean_s", 2),
+    ("TTFT\np90 s", "ttft_p90_s", 2),
+    ("TBT\np90 s", "tbt_p90_s", 3),
+    ("hit\nrate", "hit_rate", 3),
+    ("decision\nµs", "decision_us", 1),
 )
+"""Heading, key of the row, digits."""
+FIGURES_WIDTH = 112
+"""Characters a table needs beside the policies' names; a narrower terminal wraps its lines."""
 
 
-def _figure(key: str, value: float) -> str:
-    if not math.isfinite(value):
-        return "-"
-    if key in ("violated", "rejected_at_arrival", "rejected_at_decode", "wasted_prefill_s"):
-        return f"{value:.0f}"
-    digits = 1 if key == "decision_us" else 3 if key in ("tbt_p90_s", "hit_rate") else 2
-    return f"{value:.{digits}f}"
+def _table(title: str) -> Table:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
 
-
-def _load_text(row: dict[str, Any], key: str) -> str:
-    if row[key] is not None:
-        return f"{row[key]:.2f}"
-    return ">64" if row[f"{key}_note"].startswith("met") else "never"
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
+    table.add_column("policy", no_wrap=True)
+    return table
 
 
 def print_tables(result: Result, console: Console) -> None:
-    """One table per cell, then what the figures mean and who won."""
-    from rich.table import Table
-
-    searched = [f"load_at_{round(100 * t)}" for t in TARGETS if "load_at_90" in result.rows[0]]
+    """One table per cell, the sustained loads, then what the figures mean and who won."""
     for comparison in result.cells:
         rows = [row for row in result.rows if row["cell"] == comparison["cell"]]
-        title = f"{comparison['cell']}: {rows[0]['offered']:.0f} requests"
-        table = Table(title=title, title_justify="left", title_style="bold")
-        table.add_column("policy", overflow="fold")
+        table = _table(f"{comparison['cell']}: {rows[0]['offered']:.0f} requests")
         table.add_column("goodput", justify="right")
         table.add_column("95 %\ninterval", justify="right", no_wrap=True)
-        for heading, _ in COLUMNS:
-            table.add_column(heading, justify="right")
-        for key in searched:
-            table.add_column(f"load at\n{key[-2:]} %", justify="right")
+        for heading, _, _ in COLUMNS:
+            table.add_column(heading, justify="right", no_wrap=True)
         for row in rows:
             table.add_row(
                 row["policy"],
                 f"{row['goodput']:.4f}",
                 f"{row['goodput_low']:.3f}-{row['goodput_high']:.3f}",
-                *(_figure(key, row[key]) for _, key in COLUMNS),
-                *(_load_text(row, key) for key in searched),
+                *(_figure(row[key], digits) for _, key, digits in COLUMNS),
             )
         console.print(table)
         _print_verdict(comparison, console)
         console.print()
+    if "load_at_90" in result.rows[0]:
+        _print_sustained(result, console)
     _print_footer(result, console)
+
+
+def _figure(value: float, digits: int) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
+
+
+def _print_sustained(result: Result, console: Console) -> None:
+    """The highest loads; equal in all cells of a setting."""
+    for setting in dict.fromkeys(row["setting"] for row in result.rows):
+        of_setting = {r["policy"]: r for r in result.rows if r["setting"] == setting}
+        table = _table(f"{setting}: highest load that meets both SLOs for")
+        for target in TARGETS:
+            table.add_column(f"{100 * target:.0f} % of requests", justify="right")
+        keys = [f"load_at_{round(100 * target)}" for target in TARGETS]
+        for row in sorted(of_setting.values(), key=lambda row: -(row[keys[0]] or 0.0)):
+            loads = [row[f"{key}_note"] if row[key] is None else f"{row[key]:.2f}" for key in keys]
+            table.add_row(row["policy"], *loads)
+        console.print(table)
 
 
 def _print_verdict(comparison: dict[str, Any], console: Console) -> None:
@@ -675,15 +682,23 @@ def _print_verdict(comparison: dict[str, Any], console: Console) -> None:
     )
     if comparison["winner"]:
         console.print(
-            f"winner: {comparison['winner']} ({difference})", highlight=False, markup=False
+            f"winner: {comparison['winner']} ({difference})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
         )
     else:
-        console.print(f"no winner: intervals overlap ({difference})", highlight=False, markup=False)
+        console.print(
+            f"no winner: intervals overlap ({difference})",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
 
 
 def _print_footer(result: Result, console: Console) -> None:
     def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, style="dim")
+        console.print(text, highlight=False, markup=False, soft_wrap=True, style="dim")
 
     for capacity in result.capacities:
         say(
@@ -710,23 +725,26 @@ def plot(result: Result, file: str) -> None:
 
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in result.rows:
-        title = f"{row['trace']} ({row['part']}) on {row['cluster']}"
-        groups.setdefault(title, []).append(row)
+        groups.setdefault(row["setting"], []).append(row)
     figure, panels = pyplot.subplots(
-        1, len(groups), figsize=(7 * len(groups), 4.5), squeeze=False, layout="constrained"
+        1, len(groups), figsize=(8.5 * len(groups), 4.5), squeeze=False, layout="constrained"
     )
     for panel, (title, rows) in zip(panels[0], groups.items(), strict=True):
-        for name in dict.fromkeys(row["policy"] for row in rows):
+        names = sorted({row["policy"] for row in rows})
+        colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
+        for i, name in enumerate(names):
             line = sorted((r for r in rows if r["policy"] == name), key=lambda r: float(r["load"]))
             loads = [r["load"] for r in line]
-            (drawn,) = panel.plot(loads, [r["goodput"] for r in line], marker="o", ms=3, label=name)
+            colour, mark = colours[2 * i % 20 + i // 10 % 2], "osv^D"[i // 4 % 5]
+            goodputs = [r["goodput"] for r in line]
+            panel.plot(loads, goodputs, marker=mark, ms=4, label=name, color=colour)
             low, high = [r["goodput_low"] for r in line], [r["goodput_high"] for r in line]
-            panel.fill_between(loads, low, high, color=drawn.get_color(), alpha=0.12, lw=0)
+            panel.fill_between(loads, low, high, color=colour, alpha=0.1, lw=0)
         panel.axhline(0.9, color="grey", lw=0.7, ls="--")
         panel.set(
             title=title, xlabel="load (x the trace's speed)", ylabel="goodput", ylim=(0, 1.01)
         )
-        panel.legend(fontsize=7)
+        panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     figure.savefig(file, dpi=140)
     pyplot.close(figure)
 
@@ -927,7 +945,7 @@ def make_cells(
             continue
         search = (
             reference.compiled,
-            lambda s=setting: sustained_loads(reference, s, range(arguments.seeds), [0.9]),
+            partial(sustained_loads, reference, setting, range(arguments.seeds), [0.9]),
         )
         (found,) = pool.run("capacity", [search])[0]
         if found.load is None:
@@ -986,7 +1004,8 @@ def run(arguments: argparse.Namespace) -> None:
         Path(arguments.json).write_text(as_json(result) + "\n")
     from rich.console import Console
 
-    print_tables(result, Console(width=None if sys.stdout.isatty() else 140))
+    needed = FIGURES_WIDTH + max(len(name) for name in names)
+    print_tables(result, Console(width=max(needed, Console().width)))
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -995,6 +1014,10 @@ def main(given: Sequence[str] | None = None) -> int:
     sys.path.insert(0, os.getcwd())  # module:Class is looked for where the command runs
     try:
         run(arguments)
+    except BrokenPipeError:
+        # The reader of our output went away; keep the interpreter from complaining at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (LeaderboardError, PolicyError, SpecError, TraceError, OSError) as error:
         if arguments.debug:
             raise
@@ -1008,6 +1031,4 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(main())
