@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from typing import Any
 
 import numpy as np
@@ -32,8 +33,39 @@ _SIZES = np.array(
 )
 
 
+_LINE = 64  # bytes of a cache line
+
+
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def _allocate(clusters: int, shapes: World) -> World:
+    """Zeroed tables of the given (shape, dtype), stacked for `clusters`, in one piece of memory with large pages.
+
+    The kernels reach far and wide in their tables; with pages of 4 kB most of that would miss the address cache.
+    """
+    plan: list[tuple[int, tuple[int, ...], Any]] = []
+    size = 0
+
+    def place(entry: Any) -> int:
+        nonlocal size
+        shape, dtype = (clusters, *entry[0]), np.dtype(entry[1])
+        plan.append((size, shape, dtype))
+        size += -(-int(np.prod(shape)) * dtype.itemsize // _LINE) * _LINE
+        return len(plan) - 1
+
+    state = ClusterState(*(place(entry) for entry in shapes.state))  # type: ignore[arg-type]
+    rest = [place(entry) for entry in shapes[1:]]
+    memory_map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory_map.madvise(mmap.MADV_HUGEPAGE)
+
+    def table(i: Any) -> Any:
+        offset, shape, dtype = plan[i]
+        return np.ndarray(shape, dtype, buffer=memory_map, offset=offset)
+
+    return World(ClusterState(*map(table, state)), *map(table, rest))
 
 
 def empty_observation(clusters: int, prefills: int, decodes: int) -> Observation:
@@ -90,39 +122,43 @@ class Simulator:
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(one.decode["max_batch"].max()), r)
-        self.batch = World(
-            ClusterState(
-                np.zeros((c, 1), _state.CLOCK),
-                np.zeros((c, p), _state.PREFILL),
-                np.zeros((c, d), _state.DECODE),
-                np.zeros((c, b, words), np.int64),
-                np.zeros((c, r), _state.FLIGHT),
+        shapes = ClusterState(
+            clock=((1,), _state.CLOCK),
+            prefill=((p,), _state.PREFILL),
+            decode=((d,), _state.DECODE),
+            blocks=((b, words), np.int64),
+            flight=((r,), _state.FLIGHT),
+        )
+        self.batch = _allocate(
+            c,
+            World(
+                state=shapes,
+                arrival_s=((r,), np.float64),
+                input_tokens=((r,), np.int32),
+                output_tokens=((r,), np.int32),
+                block_offsets=((r + 1,), np.int64),
+                block_ids=((max_references,), np.int32),
+                outcomes=((r,), _state.OUTCOME),
+                jobs=((r,), _state.JOB),
+                engine=((1,), _state.ENGINE),
+                prefill_timers=((p,), _state.PREFILL_TIMER),
+                decode_timers=((d,), _state.DECODE_TIMER),
+                evictions=((p, 2), _state.EVICTION),
+                cells=((p, b), _state.CELL),
+                releases=((2 * r,), _state.RELEASE),
+                flows=((2 * r,), _state.FLOW),
+                active=((2 * r,), np.int32),
+                members=((d, batch_limit), _state.MEMBER),
+                segments=((d, ring), _state.SEGMENT),
+                due_s=((slots,), np.float64),
+                winners=((2 * leaves,), np.int32),
+                scratch_tail=((4, 2 * ring), np.float64),
+                scratch_match=((3, p), np.int64),
+                scratch_forecast=((d, 2), np.float64),
+                scratch_nics=((2, 2 * p + d), np.int64),
+                scratch_capacity=((2 * p + d,), np.float64),
+                scratch_members=((2 * r,), np.int32),
             ),
-            np.zeros((c, r)),
-            np.zeros((c, r), np.int32),
-            np.zeros((c, r), np.int32),
-            np.zeros((c, r + 1), np.int64),
-            np.zeros((c, max_references), np.int32),
-            np.zeros((c, r), _state.OUTCOME),
-            np.zeros((c, r), _state.JOB),
-            np.zeros((c, 1), _state.ENGINE),
-            np.zeros((c, p), _state.PREFILL_TIMER),
-            np.zeros((c, d), _state.DECODE_TIMER),
-            np.zeros((c, p, 2), _state.EVICTION),
-            np.zeros((c, p, b), _state.CELL),
-            np.zeros((c, 2 * r), _state.RELEASE),
-            np.zeros((c, 2 * r), _state.FLOW),
-            np.zeros((c, 2 * r), np.int32),
-            np.zeros((c, d, batch_limit), _state.MEMBER),
-            np.zeros((c, d, ring), _state.SEGMENT),
-            np.zeros((c, slots)),
-            np.zeros((c, 2 * leaves), np.int32),
-            np.zeros((c, 2 * ring, 5)),
-            np.zeros((c, 3, p), np.int64),
-            np.zeros((c, d, 2)),
-            np.zeros((c, 2, 2 * p + d), np.int64),
-            np.zeros((c, 2 * p + d)),
-            np.zeros((c, 2 * r), np.int32),
         )
         self.states = memory.headers(
             memory.STATE,

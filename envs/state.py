@@ -385,7 +385,7 @@ class World(NamedTuple):
     due_s: NDArray[np.float64]  # [P + D + 1] next event of each prefill, each decode, the network
     winners: NDArray[np.int32]  # tournament tree over due_s
     # room to work in, nothing kept but the match
-    scratch_tail: NDArray[np.float64]  # [2 ring, 5]
+    scratch_tail: NDArray[np.float64]  # [4, 2 ring]
     scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
     scratch_forecast: NDArray[np.float64]  # [D, 2]
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]

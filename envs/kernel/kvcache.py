@@ -18,6 +18,8 @@ from .memory import (
     eviction_of,
     i4_at,
     i8_at,
+    prefetch,
+    prefetch_block,
     prefill_of,
     prefill_timer_of,
     release_of,
@@ -142,6 +144,23 @@ def make_room(world, p, tier, capacity):
 
 
 @compiled
+def _enter(world, state, place, entry, p):
+    """Go on with eviction at the next release. Its blocks have not been looked at for long: have them brought now."""
+    released = release_of(world, entry)
+    place.release = entry
+    place.position = released.stop - 1
+    address, _ = blocks_of(world, _request_of(world, entry))
+    ids = i4_at(address)
+    for i in range(released.stop - 1, released.start - 1, -8):
+        prefetch_block(world, state, ids[i], p)
+    if released.next >= 0:
+        following = release_of(world, released.next)
+        address, _ = blocks_of(world, _request_of(world, released.next))
+        for i in range(following.stop - 1, following.start - 1, -16):
+            prefetch(address + 4 * i)
+
+
+@compiled
 def _evict(world, p, tier):
     """Evict the least recently released, unpinned block; inside one release the deepest, so the rest stays reachable."""
     state = state_of(world)
@@ -174,6 +193,5 @@ def _evict(world, p, tier):
         place.position = position
         if released.next < 0:
             return False
-        place.release = released.next
-        place.position = release_of(world, place.release).stop - 1
+        _enter(world, state, place, released.next, p)
     return False

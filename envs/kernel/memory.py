@@ -86,10 +86,28 @@ def _numbers_at(kind: Any) -> Any:
     return at
 
 
+CELL_BYTES = _state.CELL.itemsize
 i4_at = _numbers_at(types.int32)
 i8_at = _numbers_at(types.int64)
 f8_at = _numbers_at(types.float64)
 u1_at = _numbers_at(types.uint8)
+
+@intrinsic
+def prefetch(typing_context, address):
+    """Start to bring the cache line at an address; what follows does not wait for it."""
+
+    def generate(context, builder, signature, arguments):
+        pointer_type = ir.IntType(8).as_pointer()
+        whole = ir.IntType(32)
+        function = builder.module.declare_intrinsic(
+            "llvm.prefetch", [pointer_type], ir.FunctionType(ir.VoidType(), [pointer_type, whole, whole, whole])
+        )
+        pointer = builder.inttoptr(arguments[0], pointer_type)
+        builder.call(function, [pointer, whole(1), whole(3), whole(1)])  # to write, keep, data
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
 
 _cluster_parameters_at = _record_at(_state.CLUSTER_PARAMETERS)
 _prefill_parameters_at = _record_at(_state.PREFILL_PARAMETERS)
@@ -241,6 +259,13 @@ def eviction_of(world, p, tier):
 @compiled
 def cell_of(world, block, p):
     return _cell_at(world.cells, check(p, world.prefills) * world.block_capacity + check(block, world.block_capacity))
+
+
+@compiled
+def prefetch_block(world, state, block, p):
+    """Start to bring what eviction looks at of a block on an instance."""
+    prefetch(world.cells + CELL_BYTES * (p * world.block_capacity + block))
+    prefetch(state.blocks + 8 * (block * state.words + (p >> 4)))
 
 
 @compiled

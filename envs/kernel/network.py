@@ -29,7 +29,6 @@ from .memory import (
 from .timers import network_slot, set_due
 
 INACTIVE, MOVING, LANDING = 0, 1, 2  # phases of a flow
-FULL = 1.0 - 1e-12  # a NIC used beyond this share is full
 
 
 @compiled
@@ -102,15 +101,50 @@ def start_flow(world, parameters, flow_id, source, target, size, cap):
     _count(state, source, 1)
     _count(state, target, 1)
     prefill_of(state, source).tx_backlog_bytes += size
-    source_used = used(state, source) + cap
-    target_used = used(state, target) + cap
-    if source_used <= bandwidth(parameters, source) and target_used <= bandwidth(parameters, target):
-        flow.rate = cap
-        _set_used(state, source, source_used)
-        _set_used(state, target, target_used)
-    else:
-        _share(world, parameters, source, target)
-        schedule_network(world)
+    _admit_flow(world, parameters, flow_id)
+
+
+@compiled
+def _admit_flow(world, parameters, flow_id):
+    """Give a transfer that has just come, or whose cap has gone, its rate; others change only where they must."""
+    state = state_of(world)
+    flow = flow_of(world, flow_id)
+    source_used = used(state, flow.source) - flow.rate
+    target_used = used(state, flow.target) - flow.rate
+    rate = min(bandwidth(parameters, flow.source) - source_used, bandwidth(parameters, flow.target) - target_used)
+    if flow.cap > rate:
+        # it takes what the others leave; fair as long as they are all at their caps and none of them has more
+        most = _most_of_others(world, flow_id)
+        if most > rate:
+            _share(world, parameters, flow.source, flow.target)
+            schedule_network(world)
+            return
+    rate = min(rate, flow.cap)
+    flow.rate = rate
+    _set_used(state, flow.source, source_used + rate)
+    _set_used(state, flow.target, target_used + rate)
+    if math.isinf(flow.cap):
+        flow.due_s = flow.updated_s + flow.remaining / rate
+        slot = network_slot(world)
+        if flow.due_s < f8_at(world.due_s)[slot]:
+            set_due(world, slot, flow.due_s)
+
+
+@compiled
+def _most_of_others(world, flow_id):
+    """The highest rate among the other transfers on the same NIC sides; infinite if one is held below its cap."""
+    flow = flow_of(world, flow_id)
+    active = i4_at(world.active)
+    most = 0.0
+    for i in range(engine_of(world).active_flows):
+        other = flow_of(world, active[i])
+        if (
+            active[i] != flow_id
+            and (other.source == flow.source or other.target == flow.target)
+            and other.phase == MOVING
+        ):
+            most = max(most, other.rate if other.rate >= other.cap else np.inf)
+    return most
 
 
 @compiled
@@ -122,15 +156,7 @@ def lift_cap(world, parameters, flow_id):
     flow.remaining = max(0.0, flow.remaining - flow.rate * (now_s - flow.updated_s))
     flow.updated_s = now_s
     flow.cap = np.inf
-    if _count(state, flow.source, 0) == 1 and _count(state, flow.target, 0) == 1:
-        rate = min(bandwidth(parameters, flow.source), bandwidth(parameters, flow.target))
-        flow.rate = rate
-        flow.due_s = now_s + flow.remaining / rate
-        _set_used(state, flow.source, rate)
-        _set_used(state, flow.target, rate)
-    else:
-        _share(world, parameters, flow.source, flow.target)
-    schedule_network(world)
+    _admit_flow(world, parameters, flow_id)
 
 
 @compiled
@@ -179,11 +205,8 @@ def complete_flow(world, parameters, flow_id):
     _set_used(state, target, target_used - rate if target_left > 0 else 0.0)
     sender = prefill_of(state, source)
     sender.tx_backlog_bytes = sender.tx_backlog_bytes - flow.bytes if source_left > 0 else 0.0
-    # transfers that a full NIC held back can go faster now
-    if (source_left > 0 and source_used >= FULL * bandwidth(parameters, source)) or (
-        target_left > 0 and target_used >= FULL * bandwidth(parameters, target)
-    ):
-        _share(world, parameters, source, target)
+    if (source_left > 0 or target_left > 0) and math.isinf(_most_of_others(world, flow_id)):
+        _share(world, parameters, source, target)  # those that were held back can go faster now
 
 
 @compiled

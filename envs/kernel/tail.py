@@ -17,91 +17,81 @@ from .memory import f8_at, segment_of
 def tail_mean(world, d, first, last, intervals, share):
     """(mean of the longest `share` of intervals, mean of all) over segments first .. last - 1 of decode d.
 
-    Works in `world.scratch_tail` [2 ring, 5]; columns 0 to 2 of a run: longest interval, step between, count.
+    Works in `world.scratch_tail` [4, 2 ring]: of each run of intervals the longest, the step between, how many, and
+    how many are at least the pivot.
     """
-    runs = f8_at(world.scratch_tail)
+    stride = 16 * world.ring
+    top = f8_at(world.scratch_tail)
+    steps = f8_at(world.scratch_tail + stride)
+    counts = f8_at(world.scratch_tail + 2 * stride)
+    kept = f8_at(world.scratch_tail + 3 * stride)
     wanted = float(max(1, math.ceil(share * intervals - 1e-9)))
-    count = 0
+    runs = 0
     total = 0.0
     for s in range(first, last):
         segment = segment_of(world, d, s)
-        step = segment.step_s
+        step_s = segment.step_s
         length = segment.count
         if s > first and segment.stall_s > 0.0:
-            runs[5 * count] = step + segment.stall_s
-            runs[5 * count + 1] = 0.0
-            runs[5 * count + 2] = 1.0
-            total += step + segment.stall_s
-            count += 1
-            step += segment.growth_s
+            top[runs] = step_s + segment.stall_s
+            steps[runs] = 0.0
+            counts[runs] = 1.0
+            total += step_s + segment.stall_s
+            runs += 1
+            step_s += segment.growth_s
             length -= 1.0
         if length > 0.0:
-            runs[5 * count] = step + segment.growth_s * (length - 1.0)
-            runs[5 * count + 1] = segment.growth_s
-            runs[5 * count + 2] = length
-            total += length * (runs[5 * count] + step) / 2.0
-            count += 1
-    return _longest_sum(runs, count, wanted) / wanted, total / intervals
+            longest = step_s + segment.growth_s * (length - 1.0)
+            top[runs] = longest
+            steps[runs] = segment.growth_s
+            counts[runs] = length
+            total += length * (longest + step_s) / 2.0
+            runs += 1
+    return _longest_sum(top, steps, counts, kept, runs, wanted) / wanted, total / intervals
 
 
 @compiled
-def _longest_sum(runs, count, wanted):
-    """Sum of the `wanted` largest numbers in `count` decreasing arithmetic progressions; reorders `runs`."""
+def _sum(top, step, count):
+    """Sum of the first `count` numbers of a run."""
+    return count * top - step * (count * (count - 1.0) / 2.0)
+
+
+@compiled
+def _longest_sum(top, steps, counts, kept, runs, wanted):
+    """Sum of the `wanted` largest numbers in `runs` decreasing arithmetic progressions; uses them up."""
     total = 0.0
-    while count > 1:
-        # the pivot is the middle number of some run; columns 3 and 4: how many of each run are >= and > pivot
-        chosen = count >> 1
-        middle = math.floor((runs[5 * chosen + 2] - 1.0) / 2.0)
-        pivot = runs[5 * chosen] - runs[5 * chosen + 1] * middle
+    while runs > 1:
+        # the pivot is the middle number of the middle run
+        chosen = runs >> 1
+        middle = math.floor((counts[chosen] - 1.0) / 2.0)
+        pivot = top[chosen] - steps[chosen] * middle
+        for i in range(runs):
+            # without branches, so that several runs are counted at once; 1e-300 stands for a step of nothing
+            reach = math.floor((top[i] - pivot) / max(steps[i], 1e-300)) + 1.0
+            kept[i] = min(max(reach, 0.0), counts[i])
+        kept[chosen] = middle + 1.0 if steps[chosen] > 0.0 else counts[chosen]
         at_least = 0.0
-        above = 0.0
-        for i in range(count):
-            if i == chosen:
-                runs[5 * i + 3] = middle + 1.0 if runs[5 * i + 1] > 0.0 else runs[5 * i + 2]
-                runs[5 * i + 4] = middle if runs[5 * i + 1] > 0.0 else 0.0
-            else:
-                _count_at_least(runs, i, pivot)
-            at_least += runs[5 * i + 3]
-            above += runs[5 * i + 4]
-        kept = 0
-        if above >= wanted:  # all wanted ones are above the pivot
-            for i in range(count):
-                if runs[5 * i + 4] > 0.0:
-                    runs[5 * kept] = runs[5 * i]
-                    runs[5 * kept + 1] = runs[5 * i + 1]
-                    runs[5 * kept + 2] = runs[5 * i + 4]
-                    kept += 1
+        for i in range(runs):
+            at_least += kept[i]
+        left = 0
+        if at_least > wanted:
+            # the wanted ones are all among those; the pivot is the least of them, so it and its equals can go
+            kept[chosen] -= 1.0 if steps[chosen] > 0.0 else min(at_least - wanted, kept[chosen])
+            for i in range(runs):
+                top[left] = top[i]
+                steps[left] = steps[i]
+                counts[left] = kept[i]
+                left += kept[i] > 0.0
         else:
-            taken = 4 if at_least >= wanted else 3
-            for i in range(count):
-                k = runs[5 * i + taken]
-                total += k * runs[5 * i] - runs[5 * i + 1] * (k * (k - 1.0) / 2.0)
-            if taken == 4:  # the rest are equal to the pivot
-                return total + (wanted - above) * pivot
+            for i in range(runs):
+                k = kept[i]
+                total += _sum(top[i], steps[i], k)
+                top[left] = top[i] - steps[i] * k
+                steps[left] = steps[i]
+                counts[left] = counts[i] - k
+                left += counts[left] > 0.0
             wanted -= at_least
-            for i in range(count):
-                k = runs[5 * i + 3]
-                if k < runs[5 * i + 2]:
-                    runs[5 * kept] = runs[5 * i] - runs[5 * i + 1] * k
-                    runs[5 * kept + 1] = runs[5 * i + 1]
-                    runs[5 * kept + 2] = runs[5 * i + 2] - k
-                    kept += 1
-        count = kept
-    return total + wanted * runs[0] - runs[1] * (wanted * (wanted - 1.0) / 2.0)
-
-
-@compiled
-def _count_at_least(runs, i, pivot):
-    """Columns 3 and 4 of run i: how many of its numbers are >= pivot, and > pivot."""
-    top = runs[5 * i]
-    step = runs[5 * i + 1]
-    if top < pivot:
-        runs[5 * i + 3] = 0.0
-        runs[5 * i + 4] = 0.0
-    elif step <= 0.0:
-        runs[5 * i + 3] = runs[5 * i + 2]
-        runs[5 * i + 4] = runs[5 * i + 2] if top > pivot else 0.0
-    else:
-        k = min(runs[5 * i + 2], math.floor((top - pivot) / step) + 1.0)
-        runs[5 * i + 3] = k
-        runs[5 * i + 4] = k - 1.0 if top - step * (k - 1.0) == pivot else k
+            if wanted <= 0.0:
+                return total
+        runs = left
+    return total + _sum(top[0], steps[0], wanted)
