@@ -50,7 +50,7 @@ RATE_SEGMENTS = 20
 SEARCH_REACH = 128
 CALIBRATED_REQUESTS = 100_000
 CALIBRATION_ROUNDS = 8
-CALIBRATION_SEEDS = 6
+CALIBRATED_SAMPLE = 60_000
 BUILTIN_NAMES = ("conversation", "toolagent", "synthetic")
 
 Floats = NDArray[np.float64]
@@ -134,6 +134,12 @@ class WorkloadProfile(_Part):
     trunks: list[Trunk] = Field(min_length=1, description="trunk 0 may be empty")
     reuse_curve: list[float] = Field(
         min_length=1, description="propensity to continue, over equal parts of the requests"
+    )
+    output_tokens: list[float] | None = Field(
+        default=None,
+        min_length=len(LEVELS),
+        max_length=len(LEVELS),
+        description="quantile table of all outputs; the strata's are mapped onto it by rank",
     )
     strata: list[Stratum] = Field(min_length=1)
 
@@ -267,6 +273,7 @@ def fit(trace: Trace, name: str | None = None) -> WorkloadProfile:
         arrivals=_fit_arrivals(since_s),
         trunks=trunks,
         reuse_curve=curve,
+        output_tokens=_quantiles(variables["output_tokens"]),
         strata=strata,
     )
     if strata[0].kind != "fresh" and n <= CALIBRATED_REQUESTS:
@@ -334,8 +341,10 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     curve = depth = first = 1.0
     gap_from, gap_to = np.array([1e-6, 1e9]), np.array([1e-6, 1e9])
     best, least = profile, np.inf
+    # Short traces differ more from seed to seed.
+    seeds = int(np.clip(CALIBRATED_SAMPLE // trace.n_requests, 2, 16))
     for _ in range(CALIBRATION_ROUNDS):
-        samples = (synthesize(profile, seed=1000 + k) for k in range(CALIBRATION_SEEDS))
+        samples = (synthesize(profile, seed=1000 + k) for k in range(seeds))
         got = [g for g in (_measure_reuse(sample, caches) for sample in samples) if g is not None]
         if not got:
             break
@@ -660,6 +669,10 @@ def _sample_requests(
             _draw_fresh(out, stratum, part[of == k], trunk_given, lengths, b, rng)
     most = profile.max_input_tokens
     out["input_tokens"] = np.clip(out["input_tokens"], 1, most).astype(np.int64)
+    if profile.output_tokens is not None:
+        # Calibration moves shares between strata; the outputs of all must not move with them.
+        level = _even(out["output_tokens"] + rng.random(n))
+        out["output_tokens"] = np.interp(level, LEVELS, profile.output_tokens)
     out["output_tokens"] = np.maximum(np.rint(out["output_tokens"]), 1).astype(np.int64)
     return out
 
