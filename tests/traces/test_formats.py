@@ -661,9 +661,9 @@ def test_reading_mooncake_is_fast(real_traces: Path) -> None:
     file = real_traces / "mooncake_conversation_trace.jsonl.gz"
     best = float("inf")
     for _ in range(5):
-        start = time.perf_counter()
+        start = time.process_time()
         load(file)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.3
 
 

@@ -176,6 +176,6 @@ def test_fig9_points_of_the_conversation_trace(real_traces: Path) -> None:
 def test_all_capacities_in_one_fast_pass(real_traces: Path) -> None:
     trace = load(real_traces / "mooncake_conversation_trace.jsonl.gz")
     lru_hit_curve(trace, CAPACITIES)
-    start = time.perf_counter()
+    start = time.process_time()
     lru_hit_curve(trace, CAPACITIES)
-    assert time.perf_counter() - start < 0.5
+    assert time.process_time() - start < 0.5

@@ -203,12 +203,12 @@ def test_a_longer_trace_has_the_same_workload() -> None:
 
 def test_synthesis_is_fast_once_compiled() -> None:
     builtin("conversation", n_requests=100)
-    start = time.perf_counter()
+    start = time.process_time()
     builtin("conversation", seed=9)
-    assert time.perf_counter() - start < 1.0
-    start = time.perf_counter()
+    assert time.process_time() - start < 1.0
+    start = time.process_time()
     builtin("toolagent", seed=9, n_requests=200_000)
-    assert time.perf_counter() - start < 12
+    assert time.process_time() - start < 12
 
 
 # -- fitting ----------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_transforms_of_a_large_trace_are_fast() -> None:
         block_tokens=16,
         session_id=rng.integers(0, 1000, n, np.int32),
     )
-    start = time.perf_counter()
+    start = time.process_time()
     trace.window(100, 900).reblock(512).jitter(0).speed_up(2).subsample_sessions(0.5, 0)
     merge([trace, trace])
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
