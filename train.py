@@ -42,7 +42,7 @@ class Options:
     """Trace file in any format of traces/, or builtin:conversation, builtin:toolagent, builtin:synthetic."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
-    steps: int = 600_000
+    steps: int = 300_000
     """Decisions in all, rounded up to whole rollouts of envs x n-steps."""
     out: str = ""
     """Run folder to make. Default: runs/ALGO-CLUSTER-TRACE-TIME."""
@@ -64,17 +64,17 @@ class Options:
     """YAML file of options."""
     checkpoint_every: int = 200_000
     """Steps between checkpoints."""
-    eval_every: int = 100_000
+    eval_every: int = 60_000
     """Steps between evaluations on the validation part."""
-    eval_requests: int = 2000
-    """Requests of the validation part to evaluate on, at the lowest, the middle and the highest load."""
+    eval_requests: int = 650
+    """The validation part is evaluated in windows of this many requests, at the lowest, the middle and the highest load."""
     device: str = "auto"
     """cpu, cuda or auto (CUDA where there is one)."""
-    lr: float = 3e-4
+    lr: float = 1e-3
     """Learning rate at the start; falls linearly."""
-    epochs: int = 4
+    epochs: int = 3
     """Passes over every rollout."""
-    minibatch: int = 4096
+    minibatch: int = 2048
     """Decisions per gradient step; below 2048 the learner takes nearly all the time."""
     clip: float = 0.2
     """PPO's clip range."""

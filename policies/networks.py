@@ -43,6 +43,7 @@ REJECT_WEIGHT = 40.0  # logits per SLO by which the predictions exceed it
 MOST_REJECT = 8.0  # the prior's certainty about rejecting, either way
 NO_ROOM = 12.0  # logits off for a decode instance without KV room for the request
 MASKED = -1e8
+LARGEST = 1e9  # of any feature: that of envs.kernel.replay
 LARGEST_SCALED = 10.0
 CONTEXT, PREFILL, DECODE = 9, 13, 11  # numbers of scaled features
 
@@ -64,8 +65,8 @@ class Prior(NamedTuple):
 
 
 def _columns(table: Tensor, features: np.dtype) -> dict[str, Tensor]:
-    """The columns of a table by name; NaN counts as 0."""
-    clean = torch.nan_to_num(table, nan=0.0)
+    """The columns of a table by name, cut to +-LARGEST as the environment does; NaN counts as 0."""
+    clean = torch.nan_to_num(table, nan=0.0).clamp(-LARGEST, LARGEST)
     return dict(zip(features.names or (), clean.unbind(-1), strict=True))
 
 
@@ -146,13 +147,13 @@ def _multiple(times_s: Tensor, slo_s: Tensor) -> Tensor:
     return torch.where(ratio > 2.0, 2.0 + torch.log(ratio.clamp(min=2.0) / 2.0), ratio)
 
 
-def prior(tables: Tables, allowed: Tensor) -> Prior:
+def prior(tables: Tables, sources: Tensor, decode_up: Tensor) -> Prior:
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT per SLO by which its predicted TTFT or TBT is beyond the SLO.
 
     Args:
-        allowed: bool[B, P, D, 3], which choices are valid.
+        sources: bool[B, P, 3], which sources are valid where. decode_up: bool[B, D].
     """
     request = _columns(tables["request"], REQUEST_FEATURES)
     prefill = _columns(tables["prefill"], PREFILL_FEATURES)
@@ -168,8 +169,8 @@ def prior(tables: Tables, allowed: Tensor) -> Prior:
     of_prefill = -TTFT_WEIGHT * ttft
     of_decode = -TBT_WEIGHT * tbt - NO_ROOM * no_room
 
-    best_prefill, source = of_prefill.masked_fill(~allowed.any(2), MASKED).flatten(1).max(1)
-    best_decode, instance = of_decode.masked_fill(~allowed.any(3).any(1), MASKED).max(1)
+    best_prefill, source = of_prefill.masked_fill(~sources, MASKED).flatten(1).max(1)
+    best_decode, instance = of_decode.masked_fill(~decode_up, MASKED).max(1)
     load = torch.maximum(
         ttft.flatten(1).gather(1, source[:, None])[:, 0], tbt.gather(1, instance[:, None])[:, 0]
     )
@@ -184,34 +185,11 @@ def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -
     return masks[:, 1:].reshape(batch, prefills, decodes, 3)
 
 
-class _Encoder(nn.Module):
-    """Instances and their pool: encodes each with the context, and all of them as mean and max."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.prefill = nn.Linear(PREFILL, hidden)
-        self.prefill_context = nn.Linear(CONTEXT, hidden, bias=False)
-        self.prefill_out = nn.Linear(hidden, hidden)
-        self.decode = nn.Linear(DECODE, hidden)
-        self.decode_context = nn.Linear(CONTEXT, hidden, bias=False)
-        self.decode_out = nn.Linear(hidden, hidden)
-        self.pool = nn.Linear(4 * hidden + CONTEXT, hidden)
-
-    def forward(self, x: Scaled, up: Tensor, decode_up: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """-> encoded prefill [B, P, H], encoded decode [B, D, H], pool [B, H] over those that are up."""
-        p = torch.relu(self.prefill(x.prefill) + self.prefill_context(x.context)[:, None])
-        p = torch.relu(self.prefill_out(p))
-        d = torch.relu(self.decode(x.decode) + self.decode_context(x.context)[:, None])
-        d = torch.relu(self.decode_out(d))
-        pools = [*_pool(p, up), *_pool(d, decode_up), x.context]
-        return p, d, torch.relu(self.pool(torch.cat(pools, -1)))
-
-
-def _pool(encoded: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and max over instances that are up; what is encoded is >= 0, so that 0 stands for none."""
-    weights = up.to(encoded.dtype)[:, :, None]
-    weighted = encoded * weights
-    return weighted.sum(1) / weights.sum(1).clamp(min=1.0), weighted.amax(1)
+def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
+    """Over the instances that are up; 0 where none is. `instances` [B, N, F] >= 0, `up` bool[B, N] -> 2 x [B, F]."""
+    weights = up.to(instances.dtype)[:, :, None]
+    weighted = instances * weights
+    return [weighted.sum(1) / weights.sum(1).clamp(min=1.0), weighted.amax(1)]
 
 
 class SetScorer(nn.Module):
@@ -219,33 +197,44 @@ class SetScorer(nn.Module):
 
     def __init__(self, hidden: int = 48) -> None:
         super().__init__()
-        self.encoder = _Encoder(hidden)
-        self.prefill = nn.Linear(hidden, hidden)
-        self.prefill_pool = nn.Linear(hidden, hidden, bias=False)
+        self.prefill = nn.Linear(PREFILL, hidden)
+        self.prefill_context = nn.Linear(CONTEXT, hidden, bias=False)
+        self.decode = nn.Linear(DECODE, hidden)
+        self.decode_context = nn.Linear(CONTEXT, hidden, bias=False)
+        self.pool = nn.Linear(4 * hidden + CONTEXT, hidden)
+        self.prefill_score = nn.Linear(hidden, hidden, bias=False)
+        self.prefill_pool = nn.Linear(hidden, hidden)
         self.prefill_head = nn.Linear(hidden, 3)
-        self.decode = nn.Linear(hidden, hidden)
-        self.decode_pool = nn.Linear(hidden, hidden, bias=False)
+        self.decode_score = nn.Linear(hidden, hidden, bias=False)
+        self.decode_pool = nn.Linear(hidden, hidden)
         self.decode_head = nn.Linear(hidden, 1)
         self.reject_head = nn.Linear(hidden, 1)
         for head in (self.prefill_head, self.decode_head, self.reject_head):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
 
-    def forward(self, tables: Tables, masks: Tensor | None = None) -> Tensor:
-        """Logits [B, 1 + P D 3] in the environment's order of actions; masked ones are MASKED.
+    def forward(
+        self, tables: Tables, masks: Tensor | None = None, scaled: Scaled | None = None
+    ) -> Tensor:
+        """Logits [B, 1 + P D 3] in the environment's order of actions; those of masked ones are MASKED.
 
         Args:
             tables: `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7].
             masks: bool[B, 1 + P D 3]; None: everything is valid.
+            scaled: `scale(tables)`, where that is known already.
         """
         batch, prefills, _ = tables["prefill"].shape
         decodes = tables["decode"].shape[1]
         allowed = split_masks(masks, prefills, decodes, batch).to(tables["prefill"].device)
-        base = prior(tables, allowed)
-        up, decode_up = allowed.any(3).any(2), allowed.any(3).any(1)
-        p, d, pool = self.encoder(scale(tables), up, decode_up)
-        p = torch.relu(self.prefill(p) + self.prefill_pool(pool)[:, None])
-        d = torch.relu(self.decode(d) + self.decode_pool(pool)[:, None])
+        sources, decode_up = allowed.any(2), allowed.any(3).any(1)
+        base = prior(tables, sources, decode_up)
+        x = scale(tables) if scaled is None else scaled
+        p = torch.relu_(self.prefill(x.prefill) + self.prefill_context(x.context)[:, None])
+        d = torch.relu_(self.decode(x.decode) + self.decode_context(x.context)[:, None])
+        pools = [*_mean_and_max(p, sources.any(2)), *_mean_and_max(d, decode_up), x.context]
+        pool = torch.relu_(self.pool(torch.cat(pools, 1)))
+        p = torch.relu_(self.prefill_score(p) + self.prefill_pool(pool)[:, None])
+        d = torch.relu_(self.decode_score(d) + self.decode_pool(pool)[:, None])
         of_prefill = base.prefill + self.prefill_head(p)  # [B, P, 3]
         of_decode = base.decode + self.decode_head(d)[..., 0]  # [B, D]
         reject = base.reject + self.reject_head(pool)[:, 0]
@@ -255,23 +244,26 @@ class SetScorer(nn.Module):
 
 
 class SetCritic(nn.Module):
-    """The value of an observation, from its own encoding of the pools. It is not told which instances are down."""
+    """The value of an observation, from mean, least and most of every scaled feature. It does not know who is down."""
 
     def __init__(self, hidden: int = 48) -> None:
         super().__init__()
-        self.encoder = _Encoder(hidden)
-        self.hidden = nn.Linear(hidden, hidden)
-        self.head = nn.Linear(hidden, 1)
+        self.layers = nn.Sequential(
+            nn.Linear(CONTEXT + 3 * (PREFILL + DECODE), 2 * hidden),
+            nn.ReLU(),
+            nn.Linear(2 * hidden, 2 * hidden),
+            nn.ReLU(),
+        )
+        self.head = nn.Linear(2 * hidden, 1)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, tables: Tables) -> Tensor:
+    def forward(self, x: Scaled) -> Tensor:
         """Values [B, 1]."""
-        x = scale(tables)
-        up = torch.ones(x.prefill.shape[:2], dtype=torch.bool, device=x.prefill.device)
-        decode_up = torch.ones(x.decode.shape[:2], dtype=torch.bool, device=x.decode.device)
-        _, _, pool = self.encoder(x, up, decode_up)
-        values: Tensor = self.head(torch.relu(self.hidden(pool)))
+        pools = [x.context]
+        for table in (x.prefill, x.decode):
+            pools += [table.mean(1), table.amin(1), table.amax(1)]
+        values: Tensor = self.head(self.layers(torch.cat(pools, 1)))
         return values
 
 
@@ -299,33 +291,35 @@ class SetPolicy(MaskableActorCriticPolicy):
     def _get_constructor_parameters(self) -> dict[str, Any]:
         return super()._get_constructor_parameters() | {"hidden": self.hidden}
 
-    def _logits(self, obs: Any, action_masks: NDArray[np.bool_] | Tensor | None) -> Tensor:
+    def _logits(self, obs: Any, action_masks: Any, scaled: Scaled | None = None) -> Tensor:
         masks = None
         if action_masks is not None:
             batch = len(obs["request"])
             masks = torch.as_tensor(action_masks, device=self.device).bool().reshape(batch, -1)
-        logits: Tensor = self.scorer(obs, masks)
+        logits: Tensor = self.scorer(obs, masks, scaled)
         return logits
 
     def forward(
         self, obs: Any, deterministic: bool = False, action_masks: NDArray[np.bool_] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Actions [B], values [B, 1] and log-probabilities [B]."""
-        log_probs = torch.log_softmax(self._logits(obs, action_masks), 1)
+        scaled = scale(obs)
+        log_probs = torch.log_softmax(self._logits(obs, action_masks, scaled), 1)
         if deterministic:
             actions = log_probs.argmax(1)
         else:
             actions = torch.multinomial(log_probs.exp(), 1)[:, 0]
-        return actions, self.critic(obs), log_probs.gather(1, actions[:, None])[:, 0]
+        return actions, self.critic(scaled), log_probs.gather(1, actions[:, None])[:, 0]
 
     def evaluate_actions(
         self, obs: Any, actions: Tensor, action_masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values [B, 1], log-probabilities of `actions` [B], entropies [B]."""
-        log_probs = torch.log_softmax(self._logits(obs, action_masks), 1)
-        entropy = -(log_probs.exp() * log_probs.clamp(min=-1e4)).sum(1)
+        scaled = scale(obs)
+        log_probs = torch.log_softmax(self._logits(obs, action_masks, scaled), 1)
+        entropy = -(log_probs.exp() * log_probs).sum(1)  # masked ones: 0 * -1e8
         chosen = log_probs.gather(1, actions.long().reshape(-1, 1))[:, 0]
-        return self.critic(obs), chosen, entropy
+        return self.critic(scaled), chosen, entropy
 
     def get_distribution(
         self, obs: Any, action_masks: NDArray[np.bool_] | None = None
@@ -338,5 +332,5 @@ class SetPolicy(MaskableActorCriticPolicy):
         return distribution
 
     def predict_values(self, obs: Any) -> Tensor:
-        values: Tensor = self.critic(obs)
+        values: Tensor = self.critic(scale(obs))
         return values

@@ -13,20 +13,37 @@ from traces import Trace
 
 
 def goodput(
-    policy: Policy, spec: ClusterSpec, trace: Trace, loads: Sequence[float], requests: int, seed: int = 0
+    policy: Policy,
+    spec: ClusterSpec,
+    trace: Trace,
+    loads: Sequence[float],
+    requests: int,
+    seed: int = 0,
 ) -> list[float]:
-    """Share of good requests at each load, over the first `requests` of a trace, from empty clusters.
+    """Share of good requests at each load, over a trace cut into windows of about `requests` requests.
 
-    The loads run side by side, one cluster each, as a batch.
+    Every window starts with an empty cluster; all windows at all loads run side by side, as one batch.
     """
-    trace = trace.rows(0, requests)
-    simulator = Simulator.for_trace(spec, trace, clusters=len(loads))
-    for c, load in enumerate(loads):
-        simulator.load(c, trace, speed=load)
+    windows = max(1, round(trace.n_requests / requests))
+    length = trace.n_requests // windows
+    clusters = [(load, first) for load in loads for first in range(0, windows * length, length)]
+    offsets = trace.block_offsets
+    references = max(int(offsets[first + length] - offsets[first]) for _, first in clusters)
+    simulator = Simulator(
+        spec,
+        clusters=len(clusters),
+        max_requests=length,
+        max_references=max(1, references),
+        max_blocks=max(1, min(references, trace.n_distinct_blocks)),
+        max_output_tokens=int(trace.output_tokens.max()),
+    )
+    for c, (load, first) in enumerate(clusters):
+        simulator.load(c, trace, first, first + length, speed=load)
         simulator.begin(c, recheck=policy.recheck)
         simulator.observe(c)
-    policy.reset(len(loads), seed)
-    done = np.zeros(len(loads), np.bool_)
+    policy.reset(len(clusters), seed)
+    done = np.zeros(len(clusters), np.bool_)
     while not done.all():
         simulator.step(policy.decide(simulator.observation_tables), done)
-    return [float(np.mean(simulator.outcomes(c)["good"])) for c in range(len(loads))]
+    good = [float(np.mean(simulator.outcomes(c)["good"])) for c in range(len(clusters))]
+    return np.reshape(good, (len(loads), windows)).mean(1).tolist()  # type: ignore[no-any-return]
