@@ -325,7 +325,6 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
     Args:
         num_envs: how many clusters.
         autoreset_mode: NEXT_STEP (Gymnasium's default) or SAME_STEP.
-        threads: clusters are split over this many threads (kernels run without the GIL).
     """
 
     metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}

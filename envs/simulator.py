@@ -265,7 +265,16 @@ class Simulator:
         return more
 
     def decide(self, cluster: int, prefill: int, decode: int = -1, source: Source = Source.LOCAL) -> None:
-        """Carry out a decision for the observed request; a negative `prefill` rejects it."""
+        """Carry out a decision for the observed request; a negative `prefill` rejects it.
+
+        Raises:
+            ValueError: there is no request to decide on, or no such instance.
+        """
+        engine = self.batch.engine[cluster, 0]
+        if engine["next_request"] >= engine["requests"]:
+            raise ValueError(f"cluster {cluster} has no request left to decide on")
+        if prefill >= self.prefills or (prefill >= 0 and not 0 <= decode < self.decodes):
+            raise ValueError(f"no prefill {prefill} or no decode {decode} in a {self.prefills}P{self.decodes}D cluster")
         _replay.carry_out(
             self.worlds[cluster], self.parameters[cluster], self.observations[cluster], prefill, decode, int(source)
         )

@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import yaml
@@ -31,7 +31,7 @@ class SpecError(ValueError):
 
 
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class ModelSize(_Strict):
@@ -54,7 +54,9 @@ class Slo(_Strict):
 class Pool(_Strict):
     """Equal nodes of one pool. Fields that are given override the hardware profile's."""
 
-    count: PositiveInt
+    _times_of: ClassVar[str]
+
+    count: int = Field(gt=0, le=4096)
     hardware: str | HardwareProfile
     nic_bytes_per_s: PositiveFloat | None = None
 
@@ -69,39 +71,32 @@ class Pool(_Strict):
 
     @property
     def profile(self) -> HardwareProfile:
+        """The hardware profile with this pool's own fields in place."""
         base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
         given = self.model_dump(exclude={"count", "hardware"}, exclude_none=True)
+        if "times" in given:
+            given[self._times_of] = given.pop("times")
         return HardwareProfile.model_validate(base.model_dump() | given)
 
 
 class PrefillPool(Pool):
+    """Prefill nodes."""
+
+    _times_of: ClassVar[str] = "prefill"
     times: PrefillTimes | None = None
     h2d_bytes_per_s: PositiveFloat | None = None
     device_kv_tokens: int | None = Field(None, ge=0)
     host_kv_tokens: int | None = Field(None, ge=0)
 
-    @property
-    def profile(self) -> HardwareProfile:
-        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
-        given = self.model_dump(exclude={"count", "hardware", "times"}, exclude_none=True)
-        if self.times is not None:
-            given["prefill"] = self.times.model_dump()
-        return HardwareProfile.model_validate(base.model_dump() | given)
-
 
 class DecodePool(Pool):
+    """Decode nodes."""
+
+    _times_of: ClassVar[str] = "decode"
     times: DecodeTimes | None = None
     join_bytes_per_s: PositiveFloat | None = None
     decode_kv_tokens: PositiveInt | None = None
     max_batch: PositiveInt | None = None
-
-    @property
-    def profile(self) -> HardwareProfile:
-        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
-        given = self.model_dump(exclude={"count", "hardware", "times"}, exclude_none=True)
-        if self.times is not None:
-            given["decode"] = self.times.model_dump()
-        return HardwareProfile.model_validate(base.model_dump() | given)
 
 
 class ClusterSpec(_Strict):
@@ -242,9 +237,15 @@ def _validate(fields: dict[str, Any], where: str) -> ClusterSpec:
     try:
         return ClusterSpec.model_validate(fields)
     except ValidationError as error:
+        problems = error.errors()
         lines = []
-        for problem in error.errors():
+        for problem in problems:
             field = ".".join(str(part) for part in problem["loc"]) or "(whole)"
-            found = "" if isinstance(problem["input"], (dict, list)) else f", found {problem['input']!r}"
-            lines.append(f"{where}: {field}: {problem['msg']}{found}")
+            if problem["type"] == "too_short" and any(
+                other["loc"][:1] == problem["loc"] and other is not problem for other in problems
+            ):
+                continue  # pydantic counts only the items that were right; the wrong ones have lines of their own
+            message = "no such field" if problem["type"] == "extra_forbidden" else problem["msg"]
+            found = "" if isinstance(problem["input"], dict | list) else f", found {problem['input']!r}"
+            lines.append(f"{where}: {field}: {message.removeprefix('Value error, ')}{found}")
         raise SpecError("\n".join(lines)) from None

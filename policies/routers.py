@@ -97,7 +97,8 @@ def random(observation, values, memory, decision):
 
 @compiled
 def round_robin(observation, values, memory, decision):
-    """Each pool in turn; memory[1] and memory[2] count."""
+    """Each pool in turn."""
+    # memory[1] and memory[2] count
     decision[0] = -1
     decision[1] = -1
     decision[2] = LOCAL

@@ -176,11 +176,14 @@ def step(worlds, parameters, observations, actions, done, start, stop):
     """One decision in each of the clusters start .. stop - 1, then on to their next arrivals, observed.
 
     `actions[c]`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source; with an instance that is down it rejects too.
-    `done[c]` is set where no request is left; such a cluster has been drained.
+    `done[c]` is set where no request is left; such a cluster has been drained, and further steps leave it alone.
     """
     for c in range(start, stop):
         world = worlds[c]
         observation = observations[c]
+        if engine_of(world).next_request >= engine_of(world).requests:
+            done[c] = True
+            continue
         prefill = -1
         decode = -1
         source = 0

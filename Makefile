@@ -1,0 +1,47 @@
+# Two commands: `make run` and `make test` set up all they need. Only Python >= 3.11 with pip is required.
+# DEVICE=cuda takes torch's CUDA build; cpu (the default) its CPU build where one is to be had.
+PYTHON ?= python3
+VENV ?= .venv
+DEVICE ?= cpu
+BIN = $(VENV)/bin
+TORCH = "torch>=2.8,<2.14"
+export UV_HTTP_TIMEOUT = 30
+
+.PHONY: run test test-slow lint clean
+
+run: $(VENV)/train.ok
+	$(BIN)/python train.py
+
+test: $(VENV)/dev.ok lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/dev.ok
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/dev.ok
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+$(VENV)/pip.ok:
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, this is " + sys.version)'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# torch first and by itself. uv knows where PyTorch keeps its builds for each kind of device; where that place cannot be
+# reached, pip takes what the configured package index has.
+$(VENV)/torch.ok: $(VENV)/pip.ok
+	$(BIN)/python -m pip install --quiet uv
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend=$(if $(filter cpu,$(DEVICE)),cpu,auto) $(TORCH) \
+	  || $(BIN)/python -m pip install --quiet $(TORCH)
+	touch $@
+
+$(VENV)/train.ok: $(VENV)/torch.ok pyproject.toml
+	$(BIN)/python -m pip install --quiet -e ".[train]"
+	touch $@
+
+$(VENV)/dev.ok: $(VENV)/train.ok
+	$(BIN)/python -m pip install --quiet -e ".[train,dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
