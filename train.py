@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -64,13 +64,13 @@ class Options:
     """YAML file of options."""
     checkpoint_every: int = 200_000
     """Steps between checkpoints."""
-    eval_every: int = 60_000
+    eval_every: int = 30_000
     """Steps between evaluations on the validation part."""
     eval_requests: int = 650
     """The validation part is evaluated in windows of this many requests, at the lowest, the middle and the highest load."""
     device: str = "auto"
     """cpu, cuda or auto (CUDA where there is one)."""
-    lr: float = 1e-3
+    lr: float = 5e-4
     """Learning rate at the start; falls linearly."""
     epochs: int = 3
     """Passes over every rollout."""
@@ -145,7 +145,9 @@ def options_from_mapping(given: Any, base: Options, where: str) -> Options:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise UsageError(f"{where}: option {name!r}: {first['msg']}, found {first['input']!r}") from None
+        raise UsageError(
+            f"{where}: option {name!r}: {first['msg']}, found {first['input']!r}"
+        ) from None
 
 
 def parse_load(text: str) -> tuple[float, float]:
@@ -154,7 +156,11 @@ def parse_load(text: str) -> tuple[float, float]:
         numbers = [float(number) for number in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) not in (1, 2) or not all(0 < x < float("inf") for x in numbers) or numbers[0] > numbers[-1]:
+    if (
+        len(numbers) not in (1, 2)
+        or not all(0 < x < float("inf") for x in numbers)
+        or numbers[0] > numbers[-1]
+    ):
         raise UsageError(f"--load {text!r}: expected X or LOW,HIGH with 0 < LOW <= HIGH")
     return numbers[0], numbers[-1]
 
@@ -170,17 +176,25 @@ def check(options: Options) -> None:
     choices = {"part": ("train", "validation", "test", "all"), "device": ("auto", "cpu", "cuda")}
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
-            raise UsageError(f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}")
+            raise UsageError(
+                f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
+            )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs minibatch n_steps hidden"
     for name in (*whole.split(), "lr", "clip"):
         if not 0 < getattr(options, name) < float("inf"):
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0"
+            )
     for name in ("gamma", "gae_lambda"):
         if not 0 < getattr(options, name) <= 1:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
+            )
     for name in ("ent", "target_kl", "seed"):
         if not 0 <= getattr(options, name) < 2**32:
-            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more")
+            raise UsageError(
+                f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
+            )
     parse_load(options.load)
 
 
@@ -231,7 +245,9 @@ def make_folder(options: Options) -> Path:
     try:
         if not options.resume and folder.is_dir() and any(folder.iterdir()):
             if not options.overwrite:
-                raise UsageError(f"--out {folder} is not empty: go on with --resume {folder}, or give --overwrite")
+                raise UsageError(
+                    f"--out {folder} is not empty: go on with --resume {folder}, or give --overwrite"
+                )
             if not (folder / "config.yaml").is_file():
                 raise UsageError(f"--out {folder} is not empty and no run folder: it is left alone")
             shutil.rmtree(folder)
@@ -255,7 +271,11 @@ def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
     config = {
         "format": run_folder.FORMAT,
         "algo": options.algo,
-        "options": {k: v for k, v in asdict(options).items() if k not in ("config", "resume", "out", "overwrite")},
+        "options": {
+            k: v
+            for k, v in asdict(options).items()
+            if k not in ("config", "resume", "out", "overwrite")
+        },
         "recheck": spec.decode_recheck,
         "network": {"kind": run_folder.NETWORK, "hidden": options.hidden},
         "observation": run_folder.observation_schema(),
@@ -267,9 +287,19 @@ def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
             "prefill": spec.n_prefill,
             "decode": spec.n_decode,
         },
-        "versions": {name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")},
+        "versions": {
+            name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+        },
     }
     run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+
+def installed(package: str) -> bool:
+    """Whether a package is there, without importing it."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ImportError:
+        return False
 
 
 def announce_compilation() -> None:
@@ -277,7 +307,11 @@ def announce_compilation() -> None:
     from envs.kernel.compile import cache_directory
 
     if not any(cache_directory("envs").iterdir()):
-        print("compiling the simulator (about a minute, only this once) ...", file=sys.stderr, flush=True)
+        print(
+            "compiling the simulator (about a minute, only this once) ...",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def train_ppo(*arguments: Any) -> bool:
@@ -296,8 +330,10 @@ def run(options: Options, leaderboard: bool) -> int:
         UsageError, traces.TraceError, envs.spec.SpecError, policies.PolicyError: bad input.
     """
     for package in ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"):
-        if importlib.util.find_spec(package) is None:
-            raise UsageError(f"training needs {package}, which is not installed: pip install 'conductor-gym[train]'")
+        if not installed(package):
+            raise UsageError(
+                f"training needs {package}, which is not installed: pip install 'conductor-gym[train]'"
+            )
     from envs.spec import load_cluster
     from traces import load as load_trace
 
@@ -313,7 +349,9 @@ def run(options: Options, leaderboard: bool) -> int:
     if not options.resume:
         write_config(options, folder, spec, trace)
     resumed = bool(options.resume)
-    finished = ALGORITHMS[options.algo](options, folder, spec, trace, parse_load(options.load), resumed)
+    finished = ALGORITHMS[options.algo](
+        options, folder, spec, trace, parse_load(options.load), resumed
+    )
     if not finished:
         print(f"stopped and saved; go on with: python train.py --resume {folder}", file=sys.stderr)
         return 130
@@ -329,8 +367,23 @@ def comparison(options: Options, folder: str) -> list[str]:
     """The leaderboard's command line for the run among heuristics, on the held-out test part."""
     low, high = parse_load(options.load)
     names = "conductor,conductor+early,conductor+predictive,cache_aware+early,load_balancing+early"
-    command = ["python", "leaderboard.py", "--policies", f"{folder},{names}", "--trace", options.trace]
-    return [*command, "--part", "test", "--cluster", options.cluster, "--load", f"{(low + high) / 2:g}"]
+    command = [
+        "python",
+        "leaderboard.py",
+        "--policies",
+        f"{folder},{names}",
+        "--trace",
+        options.trace,
+    ]
+    return [
+        *command,
+        "--part",
+        "test",
+        "--cluster",
+        options.cluster,
+        "--load",
+        f"{(low + high) / 2:g}",
+    ]
 
 
 def compare(options: Options, folder: str) -> None:

@@ -37,10 +37,10 @@ from envs.state import (
 
 Tables = Mapping[str, Tensor]
 
-TTFT_WEIGHT = 60.0  # logits per TTFT SLO
-TBT_WEIGHT = 120.0  # logits per TBT SLO
-REJECT_WEIGHT = 40.0  # logits per SLO by which the predictions exceed it
-MOST_REJECT = 8.0  # the prior's certainty about rejecting, either way
+TTFT_WEIGHT = 100.0  # logits per TTFT SLO
+TBT_WEIGHT = 200.0  # logits per TBT SLO
+REJECT_WEIGHT = 100.0  # logits per SLO by which the predictions exceed it
+MOST_REJECT = 10.0  # the prior's certainty about rejecting, either way
 NO_ROOM = 12.0  # logits off for a decode instance without KV room for the request
 MASKED = -1e8
 LARGEST = 1e9  # of any feature: that of envs.kernel.replay
@@ -275,17 +275,26 @@ class SetPolicy(MaskableActorCriticPolicy):
     """
 
     def __init__(
-        self, observation_space: Any, action_space: Any, lr_schedule: Any, hidden: int = 48, **others: Any
+        self,
+        observation_space: Any,
+        action_space: Any,
+        lr_schedule: Any,
+        hidden: int = 48,
+        **others: Any,
     ) -> None:
         self.hidden = hidden
-        others.setdefault("features_extractor_class", CombinedExtractor)  # has no weights and is not used
+        others.setdefault(
+            "features_extractor_class", CombinedExtractor
+        )  # has no weights and is not used
         super().__init__(observation_space, action_space, lr_schedule, **others)
 
     def _build(self, lr_schedule: Any) -> None:
         self.scorer = SetScorer(self.hidden)
         self.critic = SetCritic(self.hidden)
         self.optimizer = self.optimizer_class(
-            self.parameters(), lr=lr_schedule(1), **self.optimizer_kwargs
+            self.parameters(),
+            lr=lr_schedule(1),  # type: ignore[call-arg]
+            **self.optimizer_kwargs,
         )
 
     def _get_constructor_parameters(self) -> dict[str, Any]:

@@ -105,7 +105,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(network, dict) or network.get("kind") != NETWORK:
         raise PolicyError(f"{file}: expected network.kind {NETWORK!r}, found {network!r}")
     if not isinstance(network.get("hidden"), int) or network["hidden"] < 1:
-        raise PolicyError(f"{file}: network.hidden must be a whole number above 0, found {network.get('hidden')!r}")
+        raise PolicyError(
+            f"{file}: network.hidden must be a whole number above 0, found {network.get('hidden')!r}"
+        )
     _check_schema(file, config.get("observation"))
     return config
 
@@ -197,9 +199,19 @@ def load_weights(file: Path, hidden: int) -> SetScorer:
         )
     except FileNotFoundError:
         raise PolicyError(f"{file}: no such file") from None
-    except (OSError, zipfile.BadZipFile, KeyError, RuntimeError, ValueError, EOFError, UnpicklingError) as error:
+    except (
+        OSError,
+        zipfile.BadZipFile,
+        KeyError,
+        RuntimeError,
+        ValueError,
+        EOFError,
+        UnpicklingError,
+    ) as error:
         reason = " ".join(str(error).split())
-        raise PolicyError(f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}") from None
+        raise PolicyError(
+            f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}"
+        ) from None
     return scorer.eval()
 
 
@@ -215,7 +227,9 @@ def load_run(path: Path) -> Policy:
     if not file.is_file():
         last = last_checkpoint(path)
         if last is None:
-            raise PolicyError(f"{path} has neither best.zip nor a checkpoint: the training saved nothing")
+            raise PolicyError(
+                f"{path} has neither best.zip nor a checkpoint: the training saved nothing"
+            )
         print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
         file = last
     scorer = load_weights(file, config["network"]["hidden"])

@@ -48,25 +48,44 @@ OUTCOMES = ("good", "violated", "rejected_at_arrival", "rejected_at_decode")
 class Options(Protocol):
     """The options of `train.py` that this trainer reads."""
 
-    part: str
-    steps: int
-    envs: int
-    episode_requests: int
-    seed: int
-    lr: float
-    epochs: int
-    minibatch: int
-    clip: float
-    gamma: float
-    gae_lambda: float
-    ent: float
-    n_steps: int
-    target_kl: float
-    hidden: int
-    checkpoint_every: int
-    eval_every: int
-    eval_requests: int
-    device: str
+    @property
+    def part(self) -> str: ...
+    @property
+    def steps(self) -> int: ...
+    @property
+    def envs(self) -> int: ...
+    @property
+    def episode_requests(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def lr(self) -> float: ...
+    @property
+    def epochs(self) -> int: ...
+    @property
+    def minibatch(self) -> int: ...
+    @property
+    def clip(self) -> float: ...
+    @property
+    def gamma(self) -> float: ...
+    @property
+    def gae_lambda(self) -> float: ...
+    @property
+    def ent(self) -> float: ...
+    @property
+    def n_steps(self) -> int: ...
+    @property
+    def target_kl(self) -> float: ...
+    @property
+    def hidden(self) -> int: ...
+    @property
+    def checkpoint_every(self) -> int: ...
+    @property
+    def eval_every(self) -> int: ...
+    @property
+    def eval_requests(self) -> int: ...
+    @property
+    def device(self) -> str: ...
 
 
 class RequestStream(ClusterVecEnv):
@@ -93,7 +112,9 @@ class RequestStream(ClusterVecEnv):
             settled[c, :4] = [infos[c]["episode"][name] for name in OUTCOMES]
         self._counts += (settled - before).sum(0)
         rewards = ((rewards - BASELINE) * REWARD_SCALE).astype(np.float32)
-        rewards[done] = 0.0  # what was still open there is settled at once: left to the value of the state before
+        rewards[done] = (
+            0.0  # what was still open there is settled at once: left to the value of the state before
+        )
 
         self._clock += 1
         cut = np.flatnonzero((self._cuts == self._clock) & ~done)
@@ -121,7 +142,13 @@ class RunCallback(BaseCallback):
     """Keeps the run folder while MaskablePPO learns: scalars, checkpoints, validation and best, the bar."""
 
     def __init__(
-        self, options: Options, folder: Path, spec: ClusterSpec, trace: Trace, loads: list[float], recheck: bool
+        self,
+        options: Options,
+        folder: Path,
+        spec: ClusterSpec,
+        trace: Trace,
+        loads: list[float],
+        recheck: bool,
     ) -> None:
         super().__init__()
         self.options = options
@@ -159,12 +186,17 @@ class RunCallback(BaseCallback):
             return
         self.evaluated_at = steps
         started = time.perf_counter()
-        scorer = self.model.policy.scorer
-        policy = NetworkPolicy(scorer, "present", self.recheck, str(self.model.device))
+        trained = self.model.policy
+        assert isinstance(trained, SetPolicy)
+        policy = NetworkPolicy(trained.scorer, "present", self.recheck, str(self.model.device))
         scores = goodput(policy, self.spec, self.validation, self.loads, self.options.eval_requests)
         score = float(np.mean(scores))
         self.metrics["validation"].append(
-            {"steps": steps, "goodput": score, "by_load": dict(zip(map(str, self.loads), scores, strict=True))}
+            {
+                "steps": steps,
+                "goodput": score,
+                "by_load": dict(zip(map(str, self.loads), scores, strict=True)),
+            }
         )
         self.logger.record("validation/goodput", score)
         best = self.metrics.get("best")
@@ -257,10 +289,15 @@ def _model(options: Options, stream: RequestStream, from_file: Path | None) -> M
         )
     try:
         model = MaskablePPO.load(
-            from_file, env=stream, device=device, custom_objects={**settings, "n_envs": stream.num_envs}
+            from_file,
+            env=stream,
+            device=device,
+            custom_objects={**settings, "n_envs": stream.num_envs},
         )
     except (ValueError, RuntimeError, KeyError, OSError) as error:
-        raise PolicyError(f"{from_file}: cannot go on from it: {' '.join(str(error).split())}") from None
+        raise PolicyError(
+            f"{from_file}: cannot go on from it: {' '.join(str(error).split())}"
+        ) from None
     model.set_random_seed(options.seed + model.num_timesteps)
     return model
 
@@ -279,36 +316,53 @@ def train(
         PolicyError: the folder cannot be resumed, or the device is not there.
     """
     if options.device != "cuda":
-        torch.set_num_threads(1)  # two threads gain little and lose much as soon as the cores are shared
+        torch.set_num_threads(
+            1
+        )  # two threads gain little and lose much as soon as the cores are shared
     stream = RequestStream(
-        options.envs, spec, trace, options.part, Episodes(requests=options.episode_requests, load=load)
+        options.envs,
+        spec,
+        trace,
+        options.part,
+        Episodes(requests=options.episode_requests, load=load),
     )
     from_file = last_checkpoint(folder) if resume else None
     if resume and from_file is None:
         raise PolicyError(f"{folder}: there is no checkpoint to resume from")
     model = _model(options, stream, from_file)
     if model.num_timesteps >= options.steps:
-        raise PolicyError(f"{folder} has {model.num_timesteps:,} steps already: give --steps above that")
+        raise PolicyError(
+            f"{folder} has {model.num_timesteps:,} steps already: give --steps above that"
+        )
     if from_file is not None and from_file.name == "final.zip":
         from_file.replace(checkpoint_file(folder, model.num_timesteps))
     model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
     loads = sorted({load[0], (load[0] + load[1]) / 2, load[1]})
     part = trace.split().validation
     callback = RunCallback(
-        options, folder, spec, part if part.n_requests else stream._clusters.trace, loads, spec.decode_recheck
+        options,
+        folder,
+        spec,
+        part if part.n_requests else stream._clusters.trace,
+        loads,
+        spec.decode_recheck,
     )
     callback.init_callback(model)
     if not resume:
         callback.checkpoint()
     stream = _timed(stream, callback)
-    before = {number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {
+        number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)
+    }
     started = time.perf_counter()
     try:
         with _progress(options.steps, model.num_timesteps) as callback.show:
             model.learn(
                 options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False
             )
-    except KeyboardInterrupt:  # the second signal: what the last update left behind may be half of one
+    except (
+        KeyboardInterrupt
+    ):  # the second signal: what the last update left behind may be half of one
         return False
     finally:
         for number, handler in before.items():

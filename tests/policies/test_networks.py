@@ -21,7 +21,12 @@ TABLES = {"request": (5,), "prefill": (13,), "decode": (10,), "cluster": (7,)}
 
 
 def random_tables(rng: np.random.Generator, batch: int, p: int, d: int) -> dict[str, torch.Tensor]:
-    shapes = {"request": (batch, 5), "prefill": (batch, p, 13), "decode": (batch, d, 10), "cluster": (batch, 7)}
+    shapes = {
+        "request": (batch, 5),
+        "prefill": (batch, p, 13),
+        "decode": (batch, d, 10),
+        "cluster": (batch, 7),
+    }
     return {
         name: torch.from_numpy(rng.exponential(5.0, shape).astype(np.float32))
         for name, shape in shapes.items()
@@ -48,7 +53,11 @@ def test_permuting_instances_permutes_logits(p: int, d: int) -> None:
     rng = np.random.default_rng(0)
     tables, masks, scorer = random_tables(rng, 4, p, d), random_masks(rng, 4, p, d), trained_like()
     of_p, of_d = torch.from_numpy(rng.permutation(p)), torch.from_numpy(rng.permutation(d))
-    permuted = {**tables, "prefill": tables["prefill"][:, of_p], "decode": tables["decode"][:, of_d]}
+    permuted = {
+        **tables,
+        "prefill": tables["prefill"][:, of_p],
+        "decode": tables["decode"][:, of_d],
+    }
 
     def permute(values: torch.Tensor) -> torch.Tensor:
         pairs = values[:, 1:].reshape(4, p, d, 3)[:, of_p][:, :, of_d]
@@ -66,13 +75,19 @@ def test_doubling_both_pools_keeps_the_scores_of_all() -> None:
     tables = random_tables(rng, 3, 4, 3)
     tables["cluster"][:, 1] = 7.0  # in flight
     twice = {name: table.clone() for name, table in tables.items()}
-    twice["prefill"], twice["decode"] = tables["prefill"].repeat(1, 2, 1), tables["decode"].repeat(1, 2, 1)
+    twice["prefill"], twice["decode"] = (
+        tables["prefill"].repeat(1, 2, 1),
+        tables["decode"].repeat(1, 2, 1),
+    )
     twice["cluster"][:, :2] *= 2.0  # twice the arrivals, twice in flight
     twice["request"][:, 2] /= 2.0
     small, large = scorer(tables), scorer(twice)
     torch.testing.assert_close(large[:, 0], small[:, 0], rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(
-        large[:, 1:].reshape(3, 8, 6, 3)[:, :4, :3], small[:, 1:].reshape(3, 4, 3, 3), rtol=1e-4, atol=1e-3
+        large[:, 1:].reshape(3, 8, 6, 3)[:, :4, :3],
+        small[:, 1:].reshape(3, 4, 3, 3),
+        rtol=1e-4,
+        atol=1e-3,
     )
 
 
@@ -86,7 +101,9 @@ def policy_of(p: int, d: int) -> SetPolicy:
     return SetPolicy(space, spaces.Discrete(1 + p * d * 3), lambda _: 1e-3, hidden=8)
 
 
-EXTREMES = st.sampled_from([0.0, 1.0, -1.0, 1e-9, -1e9, 1e9, 30.0, float("nan"), float("inf"), -float("inf")])
+EXTREMES = st.sampled_from(
+    [0.0, 1.0, -1.0, 1e-9, -1e9, 1e9, 30.0, float("nan"), float("inf"), -float("inf")]
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -95,7 +112,12 @@ def test_extremes_give_finite_numbers_and_valid_actions(data: st.DataObject) -> 
     p, d, batch = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5)), 3
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     palette = np.array(data.draw(st.lists(EXTREMES, min_size=1, max_size=6)), np.float32)
-    shapes = {"request": (batch, 5), "prefill": (batch, p, 13), "decode": (batch, d, 10), "cluster": (batch, 7)}
+    shapes = {
+        "request": (batch, 5),
+        "prefill": (batch, p, 13),
+        "decode": (batch, d, 10),
+        "cluster": (batch, 7),
+    }
     obs = {name: torch.from_numpy(rng.choice(palette, shape)) for name, shape in shapes.items()}
     masks = random_masks(rng, batch, p, d)
     if data.draw(st.booleans()):
@@ -143,7 +165,10 @@ def test_untrained_policy_is_conductor_with_early_rejection(cluster: str) -> Non
     done = np.zeros(1, np.bool_)
     more = simulator.observe(0)
     while more and not done[0]:
-        a, b = conductor.decide(simulator.observation_tables), untrained.decide(simulator.observation_tables)
+        a, b = (
+            conductor.decide(simulator.observation_tables),
+            untrained.decide(simulator.observation_tables),
+        )
         same += int(a[0] == b[0])
         agreed += int((a[0] == 0) == (b[0] == 0))
         rejections += int(a[0] == 0)
