@@ -186,7 +186,7 @@ class Simulator:
         self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
-        self._renumber: tuple[str, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._renumber: tuple[Trace, NDArray[np.int32], NDArray[np.int64]] | None = None
 
     @classmethod
     def for_trace(cls, cluster: ClusterSpec | Parameters, trace: Trace, *, clusters: int = 1) -> Simulator:
@@ -232,9 +232,9 @@ class Simulator:
         ):
             if needed > room:
                 raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
-        if self._renumber is None or self._renumber[0] != trace.checksum:
+        if self._renumber is None or self._renumber[0] is not trace:
             distinct = trace.n_distinct_blocks
-            self._renumber = (trace.checksum, np.zeros(distinct, np.int32), np.zeros(distinct + 1, np.int64))
+            self._renumber = (trace, np.zeros(distinct, np.int32), np.zeros(distinct + 1, np.int64))
         _, fresh, mark = self._renumber
         blocks = _replay.load(
             self.worlds[cluster],
