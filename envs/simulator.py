@@ -186,7 +186,7 @@ class Simulator:
         self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
-        self._renumber: tuple[Trace, NDArray[np.int32], NDArray[np.int64]] | None = None
+        self._seen: tuple[Trace, NDArray[np.int64]] | None = None
 
     @classmethod
     def for_trace(cls, cluster: ClusterSpec | Parameters, trace: Trace, *, clusters: int = 1) -> Simulator:
@@ -232,10 +232,8 @@ class Simulator:
         ):
             if needed > room:
                 raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
-        if self._renumber is None or self._renumber[0] is not trace:
-            distinct = trace.n_distinct_blocks
-            self._renumber = (trace, np.zeros(distinct, np.int32), np.zeros(distinct + 1, np.int64))
-        _, fresh, mark = self._renumber
+        if self._seen is None or self._seen[0] is not trace:
+            self._seen = (trace, np.zeros((trace.n_distinct_blocks + 1, 3), np.int64))
         blocks = _replay.load(
             self.worlds[cluster],
             trace.arrival_s,
@@ -246,8 +244,7 @@ class Simulator:
             trace.block_ids,
             first,
             last,
-            fresh,
-            mark,
+            self._seen[1],
         )
         if blocks > self.batch.cells.shape[2]:
             raise ValueError(f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.cells.shape[2]}")

@@ -352,6 +352,7 @@ ENGINE = np.dtype(
         ("blocks", "i8"),
         ("active_flows", "i8"),
         ("recheck", "i8"),
+        ("chained", "i8"),  # every block id always follows the same one, as chained hashes do
         ("error", "i8"),
     ],
     align=True,

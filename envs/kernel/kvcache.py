@@ -145,18 +145,21 @@ def make_room(world, p, tier, capacity):
 
 @compiled
 def _enter(world, state, place, entry, p):
-    """Go on with eviction at the next release. Its blocks have not been looked at for long: have them brought now."""
+    """Go on with eviction at release `entry`. What follows has not been looked at for long: have it brought in time."""
     released = release_of(world, entry)
     place.release = entry
     place.position = released.stop - 1
-    address, _ = blocks_of(world, _request_of(world, entry))
+    if released.next < 0:
+        return
+    following = release_of(world, released.next)
+    address, _ = blocks_of(world, _request_of(world, released.next))
     ids = i4_at(address)
-    for i in range(released.stop - 1, released.start - 1, -8):
+    for i in range(following.stop - 1, following.start - 1, -8):
         prefetch_block(world, state, ids[i], p)
-    if released.next >= 0:
-        following = release_of(world, released.next)
-        address, _ = blocks_of(world, _request_of(world, released.next))
-        for i in range(following.stop - 1, following.start - 1, -16):
+    if following.next >= 0:
+        later = release_of(world, following.next)
+        address, _ = blocks_of(world, _request_of(world, following.next))
+        for i in range(later.stop - 1, later.start - 1, -16):
             prefetch(address + 4 * i)
 
 
@@ -167,6 +170,7 @@ def _evict(world, p, tier):
     prefill = prefill_of(state, p)
     place = eviction_of(world, p, tier)
     words = i8_at(state.blocks)
+    chained = engine_of(world).chained != 0
     while place.release >= 0:
         entry = place.release
         address, _ = blocks_of(world, _request_of(world, entry))
@@ -177,7 +181,11 @@ def _evict(world, p, tier):
             b = ids[position]
             position -= 1
             cell = cell_of(world, b, p)
-            if cell.stamp == entry and cell.pins == 0:
+            if cell.stamp != entry:
+                # used again since; then so was all before it, when block ids are chained as hashes of prefixes are
+                if chained:
+                    position = released.start - 1
+            elif cell.pins == 0:
                 at = word_index(state, b, p)
                 word = words[at]
                 if word & row_bit(tier, p) != 0:

@@ -19,13 +19,12 @@ def compute_time(instance, input_tokens, reused_tokens):
     new = float(input_tokens - reused_tokens)
     total = float(input_tokens)
     reused = float(reused_tokens)
-    chunks = math.ceil(new / instance.chunk_tokens)
-    return (
-        instance.quadratic_s * (total * total - reused * reused)
-        + instance.linear_s * new
-        + instance.base_s
-        + instance.chunk_overhead_s * (chunks - 1)
+    seconds = (
+        instance.quadratic_s * (total * total - reused * reused) + instance.linear_s * new + instance.base_s
     )
+    if instance.chunk_overhead_s > 0.0:
+        seconds += instance.chunk_overhead_s * (math.ceil(new / instance.chunk_tokens) - 1)
+    return seconds
 
 
 @compiled
@@ -39,7 +38,9 @@ def prefill_time(cluster, instance, input_tokens, blocks, host_blocks):
     """Seconds a prefill occupies its instance when it reuses `blocks` blocks, `host_blocks` of them from host memory."""
     reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
     compute_s = compute_time(instance, input_tokens, reused)
-    load_s = max(host_blocks, 0) * cluster.block_tokens * cluster.kv_bytes_per_token / instance.h2d_bytes_per_s
+    if host_blocks <= 0:
+        return compute_s
+    load_s = host_blocks * cluster.block_tokens * cluster.kv_bytes_per_token / instance.h2d_bytes_per_s
     return overlap(compute_s, load_s, cluster.layers)
 
 
@@ -53,9 +54,9 @@ def step_time(instance, batch, context_tokens):
 def tbt(cluster, instance, decode, batch, context_tokens):
     """Predicted TBT: an iteration, plus the join stalls expected among the longest `tbt_tail_share` of intervals."""
     step_s = step_time(instance, batch, context_tokens)
-    if decode.join_rate <= 0.0:
+    if decode.stall_rate <= 0.0:
         return step_s
-    return step_s + decode.stall_rate * min(step_s / cluster.tbt_tail_share, 1.0 / decode.join_rate)
+    return step_s + min(step_s * decode.stall_rate / cluster.tbt_tail_share, decode.stall_rate / decode.join_rate)
 
 
 @compiled

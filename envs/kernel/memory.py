@@ -87,6 +87,11 @@ def _numbers_at(kind: Any) -> Any:
 
 
 CELL_BYTES = _state.CELL.itemsize
+PREFILL_BYTES = _state.PREFILL.itemsize
+DECODE_BYTES = _state.DECODE.itemsize
+PREFILL_TIMER_BYTES = _state.PREFILL_TIMER.itemsize
+DECODE_TIMER_BYTES = _state.DECODE_TIMER.itemsize
+FLIGHT_BYTES = _state.FLIGHT.itemsize
 i4_at = _numbers_at(types.int32)
 i8_at = _numbers_at(types.int64)
 f8_at = _numbers_at(types.float64)
@@ -266,6 +271,40 @@ def prefetch_block(world, state, block, p):
     """Start to bring what eviction looks at of a block on an instance."""
     prefetch(world.cells + CELL_BYTES * (p * world.block_capacity + block))
     prefetch(state.blocks + 8 * (block * state.words + (p >> 4)))
+
+
+@compiled
+def prefetch_requests(world, request):
+    """Start to bring the block words of `request` and the block ids of the one after it."""
+    if request + 1 >= engine_of(world).requests:
+        return
+    address, count = blocks_of(world, request)
+    state = state_of(world)
+    ids = i4_at(address)
+    for i in range(0, count, 8):
+        prefetch(state.blocks + 8 * ids[i] * state.words)
+    address, count = blocks_of(world, request + 1)
+    for i in range(0, count, 16):
+        prefetch(address + 4 * i)
+
+
+@compiled
+def _prefetch_range(address, size):
+    for at in range(address, address + size, 64):
+        prefetch(at)
+
+
+@compiled
+def prefetch_world(world):
+    """Start to bring what a step of a cluster is sure to look at."""
+    state = state_of(world)
+    _prefetch_range(state.prefill, PREFILL_BYTES * world.prefills)
+    _prefetch_range(state.decode, DECODE_BYTES * world.decodes)
+    _prefetch_range(world.prefill_timers, PREFILL_TIMER_BYTES * world.prefills)
+    _prefetch_range(world.decode_timers, DECODE_TIMER_BYTES * world.decodes)
+    _prefetch_range(world.due_s, 8 * (world.prefills + world.decodes + 1))
+    _prefetch_range(world.winners, 8 * world.leaves)
+    _prefetch_range(state.flight, FLIGHT_BYTES * clock_of(state).in_flight)
 
 
 @compiled

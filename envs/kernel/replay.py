@@ -37,6 +37,8 @@ from .memory import (
     input_of,
     job_of,
     member_of,
+    prefetch_requests,
+    prefetch_world,
     prefill_features,
     source_allowed,
     state_of,
@@ -75,37 +77,43 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
 
 
 @compiled
-def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, fresh, mark):
+def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, seen):
     """Give a cluster the requests first .. last - 1 of a trace, arriving `speed` times as fast; returns distinct blocks.
 
-    Blocks are renumbered in order of appearance. `fresh` int32[distinct blocks of the trace] and `mark` int64[that + 1] are
-    scratch: fresh[b] is valid where mark[b] equals the number of the present load, counted in mark[-1].
+    Blocks are renumbered in order of appearance. `seen` int64[distinct blocks of the trace + 1, 3] is scratch: for each block the
+    number of the load that saw it last, its number there, and the block before it; the last row counts loads.
     """
     engine = engine_of(world)
     engine.requests = last - first
-    mark[-1] += 1
-    number = mark[-1]
+    seen[-1, 0] += 1
+    number = seen[-1, 0]
     base = block_offsets[first]
     arrivals = f8_at(world.arrival_s)
     inputs = i4_at(world.input_tokens)
     outputs = i4_at(world.output_tokens)
     offsets = i8_at(world.block_offsets)
     ids = i4_at(world.block_ids)
+    blocks = 0
+    chained = True
     for r in range(first, last):
         arrivals[r - first] = (arrival_s[r] - arrival_s[first]) / speed
         inputs[r - first] = input_tokens[r]
         outputs[r - first] = output_tokens[r]
         offsets[r - first] = block_offsets[r] - base
+        before = -1
+        for i in range(block_offsets[r], block_offsets[r + 1]):
+            b = block_ids[i]
+            if seen[b, 0] != number:
+                seen[b, 0] = number
+                seen[b, 1] = blocks
+                seen[b, 2] = before
+                blocks += 1
+            chained = chained and seen[b, 2] == before
+            ids[i - base] = seen[b, 1]
+            before = b
     offsets[last - first] = block_offsets[last] - base
-    blocks = 0
-    for i in range(base, block_offsets[last]):
-        b = block_ids[i]
-        if mark[b] != number:
-            mark[b] = number
-            fresh[b] = blocks
-            blocks += 1
-        ids[i - base] = fresh[b]
     engine.blocks = blocks
+    engine.chained = chained
     return blocks
 
 
@@ -122,6 +130,7 @@ def observe_arrival(world, parameters, observation):
     if not arrive(world, parameters):
         return False
     request = engine_of(world).next_request
+    prefetch_requests(world, request + 1)
     address, count = blocks_of(world, request)
     observe(
         state_of(world),
@@ -181,6 +190,8 @@ def step(worlds, parameters, observations, actions, done, start, stop):
     for c in range(start, stop):
         world = worlds[c]
         observation = observations[c]
+        if c + 1 < stop:
+            prefetch_world(worlds[c + 1])
         if engine_of(world).next_request >= engine_of(world).requests:
             done[c] = True
             continue
