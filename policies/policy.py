@@ -185,7 +185,7 @@ def make_policy(name: str) -> Policy:
     router_name, router_options = _parse(router, name) if router.partition(":")[0] in ROUTERS else (router, {})
     if router_name in ROUTERS:
         admission_name, admission_options = _parse(admission, name) if "+" in name else ("", {})
-        if not admission_name and "+" not in name:
+        if "+" not in name:
             admission_name = "slo" if router_name == "conductor" else "none"
         policy = CompiledPolicy(router_name, admission_name, router_options, admission_options)
         policy.name = name
