@@ -1,4 +1,4 @@
-"""Train a scheduler for a cluster on a trace; the run folder is then a policy for the leaderboard and the sidecar."""
+"""Train a scheduler for a cluster on a trace; the run folder is then a policy by name."""
 
 from __future__ import annotations
 
@@ -15,20 +15,21 @@ from typing import Any, NoReturn
 
 HELP = """Train a scheduler for a simulated LLM serving cluster.
 
-A step is one decision for one arriving request: reject it, or choose a prefill instance, a decode instance and where its
-cached prefix comes from. The reward is goodput: requests that meet their TTFT and TBT SLOs.
-What is trained scores instances as a set and starts as a heuristic (Algorithm 1 of Mooncake with early rejection), so a run
-works on clusters of any size and never starts from nothing.
+A step is one decision for one arriving request: reject it, or choose a prefill instance, a decode
+instance and where its cached prefix comes from. The reward is goodput: requests that meet their
+TTFT and TBT SLOs. What is trained scores instances as a set and starts as a heuristic (Algorithm 1
+of Mooncake with early rejection), so a run works on clusters of any size and starts sane.
 
 examples:
-  python train.py                                   built-in workload, 8p8d, a few minutes, then a leaderboard
-  python train.py --trace conversation_trace.jsonl --cluster 8p8d --load 1.2,2.0 --steps 3000000 --out runs/mine
-  python train.py --config mine.yaml --seed 1       options from a file (keys as the flags), flags override
-  python train.py --resume runs/mine                go on after Ctrl-C; with --steps N, up to N steps in all
+  python train.py                       built-in workload, a few minutes, then a leaderboard
+  python train.py --trace conversation_trace.jsonl --cluster 8p8d --steps 3000000 --out runs/mine
+  python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
+  python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
+  python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
   tensorboard --logdir runs
 
-files: DIR/config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (best on the validation part), final.zip
+files: config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (on validation), final.zip
 
 exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C (saved, can be resumed)
 """
@@ -39,7 +40,7 @@ class Options:
     algo: str = "ppo"
     """How to train: ppo (MaskablePPO with a set scorer)."""
     trace: str = "builtin:conversation"
-    """Trace file in any format of traces/, or builtin:conversation, builtin:toolagent, builtin:synthetic."""
+    """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
     steps: int = 300_000
@@ -47,9 +48,9 @@ class Options:
     out: str = ""
     """Run folder to make. Default: runs/ALGO-CLUSTER-TRACE-TIME."""
     part: str = "train"
-    """Part of the trace, by time: train (first 60 %), validation, test, all. best.zip is chosen on validation."""
+    """Part of the trace, by time: train (first 60 %), validation, test, all."""
     load: str = "1.2,2.0"
-    """Arrival speed as a multiple of the trace's own: X, or LOW,HIGH to draw one for every window."""
+    """Arrival speed, times the trace's own: X, or LOW,HIGH to draw one for every window."""
     envs: int = 64
     """Clusters stepped at once."""
     episode_requests: int = 1000
@@ -67,7 +68,7 @@ class Options:
     eval_every: int = 30_000
     """Steps between evaluations on the validation part."""
     eval_requests: int = 650
-    """The validation part is evaluated in windows of this many requests, at the lowest, the middle and the highest load."""
+    """Requests per window of these; at the lowest, the middle and the highest load."""
     device: str = "auto"
     """cpu, cuda or auto (CUDA where there is one)."""
     lr: float = 5e-4
@@ -106,7 +107,7 @@ def fail(message: str, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
-# --- options --------------------------------------------------------------------------------------------------------
+# --- options -----------------------------------------------------------------------------------
 
 
 def options_from_yaml(file: Path, base: Options) -> Options:
@@ -125,7 +126,7 @@ def options_from_yaml(file: Path, base: Options) -> Options:
 
 
 def options_from_mapping(given: Any, base: Options, where: str) -> Options:
-    """Options from a mapping whose keys are the flags, on top of `base`. Raises `UsageError` as above."""
+    """Options from a mapping whose keys are the flags, on top of `base`; `UsageError` as above."""
     from pydantic import TypeAdapter, ValidationError
 
     if not isinstance(given, dict):
@@ -179,7 +180,8 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
-    whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs minibatch n_steps hidden"
+    whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
+    whole += " minibatch n_steps hidden"
     for name in (*whole.split(), "lr", "clip"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
@@ -199,10 +201,10 @@ def check(options: Options) -> None:
 
 
 def parse(arguments: list[str]) -> Options:
-    """Options from the command line: flags override --config, which overrides the resumed run, which overrides defaults.
+    """Options from the command line: flags over --config over the resumed run over the defaults.
 
     Raises:
-        UsageError, policies.PolicyError: bad values. SystemExit: --help, or flags that cannot be parsed.
+        UsageError, policies.PolicyError: bad values. SystemExit: --help, or no such flags.
     """
     import tyro
 
@@ -221,10 +223,14 @@ def parse(arguments: list[str]) -> Options:
         base = options_from_yaml(Path(first.config), base)
     options = flags(base)
     check(options)
+    if options.resume and options.hidden != base.hidden:
+        raise UsageError(
+            f"--hidden {options.hidden}: the run in {options.resume} has {base.hidden}"
+        )
     return options
 
 
-# --- the run --------------------------------------------------------------------------------------------------------
+# --- the run -----------------------------------------------------------------------------------
 
 
 def make_folder(options: Options) -> Path:
@@ -246,7 +252,7 @@ def make_folder(options: Options) -> Path:
         if not options.resume and folder.is_dir() and any(folder.iterdir()):
             if not options.overwrite:
                 raise UsageError(
-                    f"--out {folder} is not empty: go on with --resume {folder}, or give --overwrite"
+                    f"--out {folder} is not empty: give --resume {folder} or --overwrite"
                 )
             if not (folder / "config.yaml").is_file():
                 raise UsageError(f"--out {folder} is not empty and no run folder: it is left alone")
@@ -332,7 +338,8 @@ def run(options: Options, leaderboard: bool) -> int:
     for package in ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"):
         if not installed(package):
             raise UsageError(
-                f"training needs {package}, which is not installed: pip install 'conductor-gym[train]'"
+                f"training needs {package}, which is not installed: "
+                "pip install 'conductor-gym[train]'"
             )
     from envs.spec import load_cluster
     from traces import load as load_trace
@@ -341,19 +348,24 @@ def run(options: Options, leaderboard: bool) -> int:
     trace = load_trace(options.trace)
     if trace.has_blocks and trace.block_tokens != spec.block_tokens:
         raise UsageError(
-            f"--trace {options.trace} has blocks of {trace.block_tokens} tokens, cluster {spec.name} of "
-            f"{spec.block_tokens}: convert the trace with python -m traces, or set block_tokens in the cluster's file"
+            f"--trace {options.trace} has blocks of {trace.block_tokens} tokens, {spec.name} "
+            f"of {spec.block_tokens}: set block_tokens in the cluster's file, or reblock the trace"
         )
+    if (trace if options.part == "all" else getattr(trace.split(), options.part)).n_requests == 0:
+        raise UsageError(f"--part {options.part}: no requests of {options.trace} are in it")
     folder = make_folder(options)
     announce_compilation()
     if not options.resume:
         write_config(options, folder, spec, trace)
-    resumed = bool(options.resume)
-    finished = ALGORITHMS[options.algo](
-        options, folder, spec, trace, parse_load(options.load), resumed
-    )
+    load, resumed = parse_load(options.load), bool(options.resume)
+    try:
+        finished = ALGORITHMS[options.algo](options, folder, spec, trace, load, resumed)
+    except KeyboardInterrupt:
+        finished = False
+    if resumed:
+        write_config(options, folder, spec, trace)
     if not finished:
-        print(f"stopped and saved; go on with: python train.py --resume {folder}", file=sys.stderr)
+        print(f"stopped; go on with: python train.py --resume {folder}", file=sys.stderr)
         return 130
     print(f"saved {folder}")
     if leaderboard:

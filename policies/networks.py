@@ -1,16 +1,18 @@
-"""A scorer of (prefill, decode, source) choices that is indifferent to the order and the number of instances.
+"""A scorer of (prefill, decode, source) choices, indifferent to the order and number of instances.
 
 Three layers, all over sets:
 
-1. `scale` brings the float32 tables of an observation to a few units: times as multiples of the SLO they count against, tokens
-   as shares of the request or of the decode instance's KV capacity, counts per instance, everything through
-   sign(x) log(1 + |x|) and cut to +-10. No feature is an absolute rate or the size of a pool, and the SLOs only occur as
-   denominators, so weights carry over to other pools and other SLOs.
-2. `prior` turns the predictions in the observation into logits: least predicted TTFT, least predicted TBT, reject where the
-   better of these is beyond its SLO. It has no weights.
-3. `SetScorer` adds what is learned: instances are encoded one by one with the request and the cluster, pooled (mean and
-   max), scored again with the pool; the logit of (p, d, source) is the sum of a score of (p, source) and one of d. The heads
-   start at zero, so that an untrained policy is the prior: Algorithm 1 of [A] with early rejection, softly.
+1. `scale` brings the float32 tables of an observation to a few units: times as multiples of the
+   SLO they count against, tokens as shares of the request or of the decode instance's KV
+   capacity, cluster-wide counts and rates per instance, everything through sign(x) log(1 + |x|)
+   and cut to +-10. No feature grows with a pool, and the SLOs only occur as denominators, so
+   weights carry over to other pools and other SLOs.
+2. `prior` turns the predictions in the observation into logits: least predicted TTFT, least
+   predicted TBT, reject where the worse of these two is beyond its SLO. It has no weights.
+3. `SetScorer` adds what is learned: instances are encoded one by one with the request and the
+   cluster, pooled (mean and max), scored again with the pool; the logit of (p, d, source) is the
+   sum of a score of (p, source) and one of d. The heads start at zero, so that an untrained
+   policy is the prior: Algorithm 1 of [A] with early rejection, softly.
 
 Shapes: B observations, P prefill and D decode instances, H hidden units.
 """
@@ -65,7 +67,7 @@ class Prior(NamedTuple):
 
 
 def _columns(table: Tensor, features: np.dtype) -> dict[str, Tensor]:
-    """The columns of a table by name, cut to +-LARGEST as the environment does; NaN counts as 0."""
+    """The columns of a table by name, cut to +-LARGEST as in the environment; NaN counts as 0."""
     clean = torch.nan_to_num(table, nan=0.0).clamp(-LARGEST, LARGEST)
     return dict(zip(features.names or (), clean.unbind(-1), strict=True))
 
@@ -76,7 +78,7 @@ def _squash(columns: list[Tensor]) -> Tensor:
 
 
 def scale(tables: Tables) -> Scaled:
-    """Observation tables in physical units -> features of a few units (see the module's docstring)."""
+    """Tables in physical units -> features of a few units (see the module's docstring)."""
     request = _columns(tables["request"], REQUEST_FEATURES)
     prefill = _columns(tables["prefill"], PREFILL_FEATURES)
     decode = _columns(tables["decode"], DECODE_FEATURES)
@@ -118,7 +120,7 @@ def scale(tables: Tables) -> Scaled:
             prefill["device_used_share"],
         ]
     )
-    # free = capacity - kv - pending - (batch + pending requests) * expected output (docs/physics.md)
+    # free = capacity - kv - pending - (batch + pending requests) * expected output
     owed = (decode["batch"] + decode["pending_requests"]) * output_tokens[:, None]
     capacity = decode["free_tokens"] + decode["kv_tokens"] + decode["pending_tokens"] + owed
     capacity = capacity.clamp(min=1.0)
@@ -142,7 +144,7 @@ def scale(tables: Tables) -> Scaled:
 
 
 def _multiple(times_s: Tensor, slo_s: Tensor) -> Tensor:
-    """Times as multiples of an SLO: linear up to 2, logarithmic beyond, so that the order stays and nothing explodes."""
+    """Times as multiples of an SLO: linear up to 2, logarithmic beyond, which keeps their order."""
     ratio = (times_s / slo_s.clamp(min=1e-6)).clamp(min=0.0)
     return torch.where(ratio > 2.0, 2.0 + torch.log(ratio.clamp(min=2.0) / 2.0), ratio)
 
@@ -150,7 +152,8 @@ def _multiple(times_s: Tensor, slo_s: Tensor) -> Tensor:
 def prior(tables: Tables, sources: Tensor, decode_up: Tensor) -> Prior:
     """Logits of a soft Algorithm 1 with early rejection.
 
-    The best allowed pair has logit 0; rejecting has REJECT_WEIGHT per SLO by which its predicted TTFT or TBT is beyond the SLO.
+    The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
+    TBT of that pair, in SLOs, is above 1.
 
     Args:
         sources: bool[B, P, 3], which sources are valid where. decode_up: bool[B, D].
@@ -186,7 +189,10 @@ def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -
 
 
 def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
-    """Over the instances that are up; 0 where none is. `instances` [B, N, F] >= 0, `up` bool[B, N] -> 2 x [B, F]."""
+    """Over the instances that are up; 0 where none is.
+
+    `instances` [B, N, F] >= 0, `up` bool[B, N] -> two [B, F].
+    """
     weights = up.to(instances.dtype)[:, :, None]
     weighted = instances * weights
     return [weighted.sum(1) / weights.sum(1).clamp(min=1.0), weighted.amax(1)]
@@ -216,7 +222,7 @@ class SetScorer(nn.Module):
     def forward(
         self, tables: Tables, masks: Tensor | None = None, scaled: Scaled | None = None
     ) -> Tensor:
-        """Logits [B, 1 + P D 3] in the environment's order of actions; those of masked ones are MASKED.
+        """Logits [B, 1 + P D 3] in the environment's order of actions; masked ones are MASKED.
 
         Args:
             tables: `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7].
@@ -244,7 +250,10 @@ class SetScorer(nn.Module):
 
 
 class SetCritic(nn.Module):
-    """The value of an observation, from mean, least and most of every scaled feature. It does not know who is down."""
+    """The value of an observation, from mean, least and most of every scaled feature.
+
+    MaskablePPO gives it no masks, so it does not know who is down.
+    """
 
     def __init__(self, hidden: int = 48) -> None:
         super().__init__()

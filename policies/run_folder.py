@@ -1,15 +1,16 @@
 """The run folder: all that is needed to evaluate, serve or go on with a trained policy.
 
     runs/<id>/
-        config.yaml      options of the training, the observation schema, the network, what it was trained on
+        config.yaml      options, observation schema, network, what it was trained on
         metrics.json     validation history, best, steps and seconds
         tensorboard/     scalars
         checkpoints/     steps_000000016384.zip, ...
         best.zip         best on the validation part so far
         final.zip        at the end of the training
 
-A `.zip` is what Stable-Baselines3 saves; deciding needs only the weights in it, and neither SB3's pickles nor its spaces, so
-that one file serves any pool size. The network definition does need the training packages to be installed.
+A `.zip` is what Stable-Baselines3 saves. Deciding needs only the weights in it, and neither SB3's
+pickles nor its spaces, so that one file serves any pool size. The network's definition does need
+the training packages to be installed.
 """
 
 from __future__ import annotations
@@ -78,10 +79,12 @@ def _check_schema(file: Path, stored: Any) -> None:
                 if names
             )
             raise PolicyError(
-                f"{file}: the run was trained on another observation: table {table!r}: {difference}; train it anew"
+                f"{file}: trained on another observation: table {table!r}: {difference}; "
+                "train it anew"
             )
     raise PolicyError(
-        f"{file}: the observation's sha256 is {stored['sha256']!r}, expected {ours['sha256']!r} for these columns"
+        f"{file}: the observation's sha256 is {stored['sha256']!r}, expected {ours['sha256']!r} "
+        "for these columns"
     )
 
 
@@ -106,7 +109,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise PolicyError(f"{file}: expected network.kind {NETWORK!r}, found {network!r}")
     if not isinstance(network.get("hidden"), int) or network["hidden"] < 1:
         raise PolicyError(
-            f"{file}: network.hidden must be a whole number above 0, found {network.get('hidden')!r}"
+            f"{file}: network.hidden must be a whole number above 0, "
+            f"found {network.get('hidden')!r}"
         )
     _check_schema(file, config.get("observation"))
     return config
@@ -132,7 +136,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 
 
 def float32_tables(observation: Observation) -> dict[str, NDArray[np.float32]]:
-    """The tables as training sees them: float32, cut to +-1e9; `request` [C, 5], `prefill` [C, P, 13], ..."""
+    """The tables as training sees them: float32, cut to +-1e9; `request` [C, 5], ..."""
     tables = {}
     for name, features in _TABLES.items():
         table = np.ascontiguousarray(getattr(observation, name))
@@ -216,7 +220,7 @@ def load_weights(file: Path, hidden: int) -> SetScorer:
 
 
 def load_run(path: Path) -> Policy:
-    """The policy in a run folder: the best on validation, or the last checkpoint where there is no best (and says so).
+    """The policy in a run folder: the best on validation, else the last checkpoint, saying so.
 
     Raises:
         PolicyError: naming the file and what was expected.

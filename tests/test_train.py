@@ -212,5 +212,6 @@ def test_missing_torch_is_one_line(tmp_path: Path) -> None:
     shown = run_without_torch(tmp_path)
     assert shown.returncode == 2
     assert shown.stderr == (
-        "train.py: error: training needs torch, which is not installed: pip install 'conductor-gym[train]'\n"
+        "train.py: error: training needs torch, which is not installed: "
+        "pip install 'conductor-gym[train]'\n"
     )

@@ -1,9 +1,10 @@
 """MaskablePPO of sb3-contrib with the set scorer, on windows of a trace.
 
-A window of requests is treated as a piece of an endless stream: it is cut off, not ended, so the value of what comes after is
-bootstrapped. Otherwise the critic, which sees no clock, would be wrong by a whole horizon of requests near every end.
-Rewards are counted from a typical goodput and scaled, so that values are a few units: a constant per step changes
-nothing about which policy is best in an endless stream.
+A window of requests is treated as a piece of an endless stream: it is cut off, not ended, and the
+value of what comes after is bootstrapped. Otherwise the critic, which sees no clock, would be wrong
+by a whole horizon of requests near every end. Rewards are counted from a typical goodput and
+scaled, so that values are a few units: a constant per step changes nothing about which policy is
+best in an endless stream.
 """
 
 from __future__ import annotations
@@ -91,8 +92,8 @@ class Options(Protocol):
 class RequestStream(ClusterVecEnv):
     """`ClusterVecEnv` whose windows are pieces of an endless stream (see the module's docstring).
 
-    The first window of every cluster has another length, so that they do not all start over at once. Whole requests settled
-    since `take_counts` are counted by outcome.
+    The first window of every cluster has another length: they do not all start over at once.
+    Requests that settle are counted by outcome, until `take_counts`.
     """
 
     def reset(self) -> dict[str, np.ndarray]:  # type: ignore[override]
@@ -112,9 +113,8 @@ class RequestStream(ClusterVecEnv):
             settled[c, :4] = [infos[c]["episode"][name] for name in OUTCOMES]
         self._counts += (settled - before).sum(0)
         rewards = ((rewards - BASELINE) * REWARD_SCALE).astype(np.float32)
-        rewards[done] = (
-            0.0  # what was still open there is settled at once: left to the value of the state before
-        )
+        # What was still open there is settled at once: left to the value of the state before.
+        rewards[done] = 0.0
 
         self._clock += 1
         cut = np.flatnonzero((self._cuts == self._clock) & ~done)
@@ -139,7 +139,7 @@ class RequestStream(ClusterVecEnv):
 
 
 class RunCallback(BaseCallback):
-    """Keeps the run folder while MaskablePPO learns: scalars, checkpoints, validation and best, the bar."""
+    """Keeps the run folder while MaskablePPO learns: scalars, checkpoints, the best, the bar."""
 
     def __init__(
         self,
@@ -241,7 +241,8 @@ class RunCallback(BaseCallback):
         rejected = shares["rejected_at_arrival"] + shares["rejected_at_decode"]
         self.show(
             self.num_timesteps,
-            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  {fps:,.0f} steps/s",
+            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  "
+            f"{fps:,.0f} steps/s",
         )
 
 
@@ -310,7 +311,7 @@ def train(
     load: tuple[float, float],
     resume: bool,
 ) -> bool:
-    """Train into a run folder that has its config.yaml; False when a signal stopped it (all is saved then).
+    """Train into a run folder that has its config.yaml; False when a signal stopped it, all saved.
 
     Raises:
         PolicyError: the folder cannot be resumed, or the device is not there.
@@ -327,8 +328,6 @@ def train(
         Episodes(requests=options.episode_requests, load=load),
     )
     from_file = last_checkpoint(folder) if resume else None
-    if resume and from_file is None:
-        raise PolicyError(f"{folder}: there is no checkpoint to resume from")
     model = _model(options, stream, from_file)
     if model.num_timesteps >= options.steps:
         raise PolicyError(
@@ -348,8 +347,9 @@ def train(
         spec.decode_recheck,
     )
     callback.init_callback(model)
-    if not resume:
+    if from_file is None:
         callback.checkpoint()
+    stream.reset()  # compiles, while Ctrl-C still interrupts at once
     stream = _timed(stream, callback)
     before = {
         number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)
@@ -402,7 +402,7 @@ def _timed(stream: RequestStream, callback: RunCallback) -> RequestStream:
 
 
 class _progress:
-    """A bar on a terminal, else a line about every ten seconds; used as `with _progress(...) as show`."""
+    """A bar on a terminal, else a line about every ten seconds: `with _progress(...) as show`."""
 
     def __init__(self, steps: int, done: int) -> None:
         self.console = Console(stderr=True)

@@ -20,9 +20,9 @@ def goodput(
     requests: int,
     seed: int = 0,
 ) -> list[float]:
-    """Share of good requests at each load, over a trace cut into windows of about `requests` requests.
+    """Share of good requests at each load, over windows of about `requests` requests.
 
-    Every window starts with an empty cluster; all windows at all loads run side by side, as one batch.
+    Every window starts with an empty cluster; all windows at all loads run as one batch.
     """
     windows = max(1, round(trace.n_requests / requests))
     length = trace.n_requests // windows

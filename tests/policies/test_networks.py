@@ -1,4 +1,4 @@
-"""The set scorer: indifferent to order and size, never invalid, and Algorithm 1 before any training."""
+"""The set scorer: indifferent to order and size, never invalid, and Algorithm 1 untrained."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_sampling_and_evaluating_agree() -> None:
 
 @pytest.mark.parametrize("cluster", ["8p8d", "3p5d"])
 def test_untrained_policy_is_conductor_with_early_rejection(cluster: str) -> None:
-    """The same decisions as Algorithm 1 where it fetches only if that is faster, on the states Algorithm 1 gets into."""
+    """It decides as Algorithm 1 does with fetches only where they are faster, in its states."""
     trace = traces.load("builtin:conversation").rows(0, 1200)
     simulator = Simulator.for_trace(load_cluster(cluster), trace)
     simulator.load(0, trace, speed=1.6)
