@@ -1,6 +1,6 @@
-"""Environment steps per second of the natively batched environment, on one core: full observation, random valid actions.
+"""Steps per second of the natively batched environment on one core: full observation, random valid actions.
 
-    python -m benchmarks.env_steps --clusters 64 --cluster 8p8d
+python -m benchmarks.env_steps --clusters 64 --cluster 8p8d
 """
 
 from __future__ import annotations

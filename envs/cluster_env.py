@@ -7,8 +7,8 @@ OBSERVATION
     `decode` [D, 10], `cluster` [7]; columns in `REQUEST_FEATURES`, `PREFILL_FEATURES`, ... of `envs.state`.
 ACTION
     `Discrete(1 + P * D * 3)`: 0 rejects, else 1 + (prefill * D + decode) * 3 + source with source 0 local, 1 fetch,
-    2 recompute. `info["action_mask"]` marks those that differ: fetching where there is nothing to fetch and recomputing where
-    there is nothing to reuse do the same as local, and choosing an instance that is down rejects.
+    2 recompute. `info["action_mask"]` marks those that differ: fetching where there is nothing to fetch and
+    recomputing where there is nothing to reuse do the same as local, and choosing an instance that is down rejects.
 REWARD
     What settled between this arrival and the next: good requests (both SLOs met) count 1, everything else 0 by default
     (`Rewards`). The sum over an episode is the number of good requests.
@@ -19,10 +19,9 @@ EPISODE
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -226,7 +225,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         render_mode: "rgb_array" draws the cluster's load over the episode so far.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 4}
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}
 
     def __init__(
         self,
@@ -264,9 +263,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         self._note()
         return self._observe(), self._info() | drawn
 
-    def step(
-        self, action: np.int64
-    ) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
+    def step(self, action: np.int64) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
         before_s = float(self._clusters.now_s[0])
         reward = self._clusters.step(np.array([action], np.int64))
         self._note()
@@ -275,7 +272,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are valid (for sb3-contrib's MaskablePPO)."""
-        return self._clusters.masks[0].copy()
+        return np.array(self._clusters.masks[0])
 
     def outcomes(self) -> Records:
         """The episode's requests so far, one `OUTCOME` record each [R]."""
@@ -327,7 +324,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
         autoreset_mode: NEXT_STEP (Gymnasium's default) or SAME_STEP.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
+    metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
 
     def __init__(
         self,
@@ -360,7 +357,9 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
         """Start an episode in every cluster; cluster i is seeded with seed + i."""
         super().reset(seed=seed if not isinstance(seed, list) else None, options=options)
         if seed is not None or not self._rngs:
-            seeds = seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+            seeds = (
+                seed if isinstance(seed, list) else [None if seed is None else seed + i for i in range(self.num_envs)]
+            )
             if len(seeds) != self.num_envs:
                 raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
             self._rngs = [np.random.default_rng(s) for s in seeds]

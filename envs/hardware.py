@@ -23,7 +23,7 @@ class PrefillTimes(_Strict):
     quadratic_s: NonNegativeFloat = 0.0
     chunk_tokens: PositiveInt = 8192
     chunk_overhead_s: NonNegativeFloat = Field(
-        0.0, description="0 where the fitted times were measured with chunks, as the papers' were"
+        default=0.0, description="0 where the fitted times were measured with chunks, as the papers' were"
     )
 
 
@@ -38,7 +38,7 @@ class DecodeTimes(_Strict):
 class HardwareProfile(_Strict):
     """One node running one model."""
 
-    source: str = Field("", description="where the numbers come from")
+    source: str = Field(default="", description="where the numbers come from")
     model: str = ""
     prefill: PrefillTimes
     decode: DecodeTimes
@@ -48,7 +48,7 @@ class HardwareProfile(_Strict):
     device_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in VRAM")
     host_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in DRAM")
     decode_kv_tokens: PositiveInt = Field(description="KV a decode node has VRAM for")
-    max_batch: PositiveInt = Field(256, description="sequences in a decode batch")
+    max_batch: PositiveInt = Field(default=256, description="sequences in a decode batch")
 
 
 @cache

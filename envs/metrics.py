@@ -91,9 +91,7 @@ def counts(replay: Replay) -> dict[str, float]:
     status = replay.outcomes["status"]
     by_status = np.bincount(status, minlength=len(Status))
     if by_status[Status.OPEN]:
-        raise ValueError(
-            f"{by_status[Status.OPEN]} requests are still open: the replay is not drained"
-        )
+        raise ValueError(f"{by_status[Status.OPEN]} requests are still open: the replay is not drained")
     good = int(replay.good.sum())
     wasted = replay.outcomes["prefill_s"][status == Status.REJECTED_AT_DECODE]
     return {

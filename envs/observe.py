@@ -34,8 +34,8 @@ from .kernel.prefill import find_holder
 def observe(state, parameters, input_tokens, block_ids, block_count, observation, matched, forecast):
     """Fill `observation` for a request of `input_tokens` tokens with the ids at `block_ids`, at the state's clock.
 
-    `state`, `parameters`, `observation` are headers (envs.kernel.memory); `matched` is the address of int64[3, P], which
-    holds the request's prefix match afterwards (leading blocks resident or pending, resident, on device);
+    `state`, `parameters`, `observation` are headers (envs.kernel.memory); `matched` is the address of int64[3, P],
+    which holds the request's prefix match afterwards (leading blocks resident or pending, resident, on device);
     `forecast` that of float64[D, 2], room to work in.
     """
     clock = clock_of(state)
@@ -129,10 +129,7 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
         features_d.batch = decode.batch
         features_d.kv_tokens = kv_tokens
         features_d.free_tokens = (
-            instance_d.kv_capacity_tokens
-            - kv_tokens
-            - decode.pending_tokens
-            - assigned * clock.expected_output_tokens
+            instance_d.kv_capacity_tokens - kv_tokens - decode.pending_tokens - assigned * clock.expected_output_tokens
         )
         features_d.pending_requests = decode.pending_requests
         features_d.pending_tokens = decode.pending_tokens

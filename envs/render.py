@@ -39,5 +39,5 @@ def draw_load(history: NDArray[np.float64], outcomes: Records, spec: ClusterSpec
     latency.set_ylabel("TTFT (s)")
     latency.set_xlabel("time (s)")
     latency.legend(loc="upper left", fontsize=8)
-    canvas.draw()
-    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+    canvas.draw()  # type: ignore[no-untyped-call]
+    return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()  # type: ignore[no-untyped-call]

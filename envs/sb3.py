@@ -34,9 +34,7 @@ class ClusterVecEnv(VecEnv):
     ) -> None:
         self._clusters = _Clusters(cluster, trace, part, episodes or Episodes(), rewards or Rewards(), num_envs)
         self.render_mode = None
-        super().__init__(
-            num_envs, self._clusters.observation_space(), gym.spaces.Discrete(self._clusters.n_actions)
-        )
+        super().__init__(num_envs, self._clusters.observation_space(), gym.spaces.Discrete(self._clusters.n_actions))
         self._rngs = [np.random.default_rng() for _ in range(num_envs)]
         self._actions = np.zeros(num_envs, np.int64)
         self._returns = np.zeros(num_envs)
@@ -101,8 +99,10 @@ class ClusterVecEnv(VecEnv):
 
     def env_method(self, method_name: str, *method_args: Any, indices: Any = None, **method_kwargs: Any) -> list[Any]:
         if method_name != "action_masks":
-            raise AttributeError(f"the environments of a ClusterVecEnv have no method {method_name!r}, only action_masks")
+            raise AttributeError(
+                f"the environments of a ClusterVecEnv have no method {method_name!r}, only action_masks"
+            )
         return list(self._clusters.masks[list(self._get_indices(indices))].copy())
 
-    def env_is_wrapped(self, wrapper_class: type[gym.Wrapper], indices: Any = None) -> list[bool]:
+    def env_is_wrapped(self, wrapper_class: Any, indices: Any = None) -> list[bool]:
         return [False] * len(list(self._get_indices(indices)))

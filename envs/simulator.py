@@ -22,50 +22,58 @@ _ERRORS = {
 }
 
 
-_SIZES = np.array(
+_SIZES = np.array(  # as `kernel.replay.fork` wants them
     [
-        getattr(_state, name).itemsize
-        for name in (
-            "CLOCK PREFILL DECODE FLIGHT OUTCOME JOB ENGINE PREFILL_TIMER DECODE_TIMER "
-            "EVICTION RELEASE FLOW MEMBER SEGMENT"
-        ).split()
+        record.itemsize
+        for record in (
+            _state.CLOCK,
+            _state.PREFILL,
+            _state.DECODE,
+            _state.FLIGHT,
+            _state.OUTCOME,
+            _state.JOB,
+            _state.ENGINE,
+            _state.PREFILL_TIMER,
+            _state.DECODE_TIMER,
+            _state.EVICTION,
+            _state.RELEASE,
+            _state.FLOW,
+            _state.MEMBER,
+            _state.SEGMENT,
+        )
     ]
 )
 
 
 _LINE = 64  # bytes of a cache line
 
+Shape = tuple[tuple[int, ...], Any]  # of one cluster, and the dtype
+
 
 def _power_of_two(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
 
 
-def _allocate(clusters: int, shapes: World) -> World:
-    """Zeroed tables of the given (shape, dtype), stacked for `clusters`, in one piece of memory with large pages.
+def _allocate(clusters: int, state: dict[str, Shape], world: dict[str, Shape]) -> World:
+    """Zeroed tables of the given shapes, stacked for `clusters`, in one piece of memory with large pages.
 
     The kernels reach far and wide in their tables; with pages of 4 kB most of that would miss the address cache.
     """
-    plan: list[tuple[int, tuple[int, ...], Any]] = []
-    size = 0
-
-    def place(entry: Any) -> int:
-        nonlocal size
-        shape, dtype = (clusters, *entry[0]), np.dtype(entry[1])
-        plan.append((size, shape, dtype))
-        size += -(-int(np.prod(shape)) * dtype.itemsize // _LINE) * _LINE
-        return len(plan) - 1
-
-    state = ClusterState(*(place(entry) for entry in shapes.state))  # type: ignore[arg-type]
-    rest = [place(entry) for entry in shapes[1:]]
-    memory_map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    offsets, size = [], 0
+    for shape, dtype in (*state.values(), *world.values()):
+        offsets.append(size)
+        size += -(-clusters * int(np.prod(shape)) * np.dtype(dtype).itemsize // _LINE) * _LINE
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory_map.madvise(mmap.MADV_HUGEPAGE)
-
-    def table(i: Any) -> Any:
-        offset, shape, dtype = plan[i]
-        return np.ndarray(shape, dtype, buffer=memory_map, offset=offset)
-
-    return World(ClusterState(*map(table, state)), *map(table, rest))
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    else:
+        pages = mmap.mmap(-1, size)
+    tables = [
+        np.ndarray((clusters, *shape), dtype, buffer=pages, offset=offset)
+        for (shape, dtype), offset in zip((*state.values(), *world.values()), offsets, strict=True)
+    ]
+    parts = dict(zip((*state, *world), tables, strict=True))
+    return World(state=ClusterState(**{name: parts[name] for name in state}), **{name: parts[name] for name in world})
 
 
 def empty_observation(clusters: int, prefills: int, decodes: int) -> Observation:
@@ -85,9 +93,9 @@ class Simulator:
 
     `parameter_tables` holds each cluster's parameters (leading axis: clusters) and may be changed between episodes.
 
-    Each gets requests with `load`, starts with `begin`, and goes on by `observe` and `decide`, by `step` (one decision in every
-    cluster), by `replay` (a compiled policy until the end), or is copied with `fork`. Sizes are bounds on what a
-    cluster may be given later.
+    Each gets requests with `load`, starts with `begin`, and goes on by `observe` and `decide`, by `step` (one
+    decision in every cluster), by `replay` (a compiled policy until the end), or is copied with `fork`. Sizes are
+    bounds on what a cluster may be given later.
 
     Args:
         cluster: its description, or the arrays of one.
@@ -113,53 +121,48 @@ class Simulator:
         self.parameter_tables = Parameters(*(np.repeat(table[None], clusters, axis=0) for table in one))
         self.prefills = p = len(one.prefill)
         self.decodes = d = len(one.decode)
-        self.parameters = memory.headers(
-            memory.PARAMETERS, self.parameter_tables, clusters, prefills=p, decodes=d
-        )
+        self.parameters = memory.headers(memory.PARAMETERS, self.parameter_tables, clusters, prefills=p, decodes=d)
         c, r, b = clusters, max_requests, max_blocks
         ring = _power_of_two(max_output_tokens + 2)
         words = -(-p // ROW_BITS)
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(one.decode["max_batch"].max()), r)
-        shapes = ClusterState(
-            clock=((1,), _state.CLOCK),
-            prefill=((p,), _state.PREFILL),
-            decode=((d,), _state.DECODE),
-            blocks=((b, words), np.int64),
-            flight=((r,), _state.FLIGHT),
-        )
-        self.batch = _allocate(
-            c,
-            World(
-                state=shapes,
-                arrival_s=((r,), np.float64),
-                input_tokens=((r,), np.int32),
-                output_tokens=((r,), np.int32),
-                block_offsets=((r + 1,), np.int64),
-                block_ids=((max_references,), np.int32),
-                outcomes=((r,), _state.OUTCOME),
-                jobs=((r,), _state.JOB),
-                engine=((1,), _state.ENGINE),
-                prefill_timers=((p,), _state.PREFILL_TIMER),
-                decode_timers=((d,), _state.DECODE_TIMER),
-                evictions=((p, 2), _state.EVICTION),
-                cells=((p, b), _state.CELL),
-                releases=((2 * r,), _state.RELEASE),
-                flows=((2 * r,), _state.FLOW),
-                active=((2 * r,), np.int32),
-                members=((d, batch_limit), _state.MEMBER),
-                segments=((d, ring), _state.SEGMENT),
-                due_s=((slots,), np.float64),
-                winners=((2 * leaves,), np.int32),
-                scratch_tail=((4, 2 * ring), np.float64),
-                scratch_match=((3, p), np.int64),
-                scratch_forecast=((d, 2), np.float64),
-                scratch_nics=((2, 2 * p + d), np.int64),
-                scratch_capacity=((2 * p + d,), np.float64),
-                scratch_members=((2 * r,), np.int32),
-            ),
-        )
+        state: dict[str, Shape] = {
+            "clock": ((1,), _state.CLOCK),
+            "prefill": ((p,), _state.PREFILL),
+            "decode": ((d,), _state.DECODE),
+            "blocks": ((b, words), np.int64),
+            "flight": ((r,), _state.FLIGHT),
+        }
+        world: dict[str, Shape] = {
+            "arrival_s": ((r,), np.float64),
+            "input_tokens": ((r,), np.int32),
+            "output_tokens": ((r,), np.int32),
+            "block_offsets": ((r + 1,), np.int64),
+            "block_ids": ((max_references,), np.int32),
+            "outcomes": ((r,), _state.OUTCOME),
+            "jobs": ((r,), _state.JOB),
+            "engine": ((1,), _state.ENGINE),
+            "prefill_timers": ((p,), _state.PREFILL_TIMER),
+            "decode_timers": ((d,), _state.DECODE_TIMER),
+            "evictions": ((p, 2), _state.EVICTION),
+            "cells": ((p, b), _state.CELL),
+            "releases": ((2 * r,), _state.RELEASE),
+            "flows": ((2 * r,), _state.FLOW),
+            "active": ((2 * r,), np.int32),
+            "members": ((d, batch_limit), _state.MEMBER),
+            "segments": ((d, ring), _state.SEGMENT),
+            "due_s": ((slots,), np.float64),
+            "winners": ((2 * leaves,), np.int32),
+            "scratch_tail": ((4, 2 * ring), np.float64),
+            "scratch_match": ((3, p), np.int64),
+            "scratch_forecast": ((d, 2), np.float64),
+            "scratch_nics": ((2, 2 * p + d), np.int64),
+            "scratch_capacity": ((2 * p + d,), np.float64),
+            "scratch_members": ((2 * r,), np.int32),
+        }
+        self.batch = _allocate(c, state, world)
         self.states = memory.headers(
             memory.STATE,
             self.batch.state,
@@ -206,8 +209,8 @@ class Simulator:
     @property
     def bytes_per_cluster(self) -> int:
         """Bytes of arrays per cluster."""
-        flat: list[np.ndarray] = [*self.batch.state, *self.batch[1:], *self.observation_tables]  # type: ignore[list-item]
-        return sum(a.nbytes for a in flat) // self.clusters
+        tables: list[Any] = [*self.batch.state, *self.batch[1:], *self.observation_tables]
+        return int(sum(table.nbytes for table in tables)) // self.clusters
 
     def load(self, cluster: int, trace: Trace, first: int = 0, last: int | None = None, *, speed: float = 1.0) -> None:
         """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0.
@@ -247,7 +250,9 @@ class Simulator:
             self._seen[1],
         )
         if blocks > self.batch.cells.shape[2]:
-            raise ValueError(f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.cells.shape[2]}")
+            raise ValueError(
+                f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.cells.shape[2]}"
+            )
 
     def begin(self, cluster: int, *, recheck: bool | None = None) -> None:
         """Empty a cluster and go back to its first request. `recheck` overrides the spec's `decode_recheck`."""
@@ -276,7 +281,9 @@ class Simulator:
             self.worlds[cluster], self.parameters[cluster], self.observations[cluster], prefill, decode, int(source)
         )
 
-    def step(self, actions: NDArray[np.int64], done: NDArray[np.bool_], start: int = 0, stop: int | None = None) -> None:
+    def step(
+        self, actions: NDArray[np.int64], done: NDArray[np.bool_], start: int = 0, stop: int | None = None
+    ) -> None:
         """One decision in each cluster start .. stop - 1, then on to the next arrivals (without the GIL).
 
         Args:

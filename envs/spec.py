@@ -47,7 +47,10 @@ class Slo(_Strict):
     ttft_s: PositiveFloat = 30.0
     tbt_s: PositiveFloat = 0.1
     tbt_tail_share: float = Field(
-        0.1, gt=0, le=1, description="TBT = mean of the longest share of a request's intervals; 1 is the plain mean"
+        default=0.1,
+        gt=0,
+        le=1,
+        description="TBT = mean of the longest share of a request's intervals; 1 is the plain mean",
     )
 
 
@@ -85,8 +88,8 @@ class PrefillPool(Pool):
     _times_of: ClassVar[str] = "prefill"
     times: PrefillTimes | None = None
     h2d_bytes_per_s: PositiveFloat | None = None
-    device_kv_tokens: int | None = Field(None, ge=0)
-    host_kv_tokens: int | None = Field(None, ge=0)
+    device_kv_tokens: int | None = Field(default=None, ge=0)
+    host_kv_tokens: int | None = Field(default=None, ge=0)
 
 
 class DecodePool(Pool):
@@ -107,12 +110,18 @@ class ClusterSpec(_Strict):
     decode: tuple[DecodePool, ...] = Field(min_length=1)
     model: ModelSize = ModelSize()
     slo: Slo = Slo()
-    block_tokens: PositiveInt = Field(512, description="tokens per KV block, that of the traces (paper A3)")
-    transfer_latency_s: NonNegativeFloat = Field(0.02, description="fixed part of a KV transfer (paper E2)")
-    decode_recheck: bool = Field(True, description="decode nodes check the TBT SLO again when the KV is there (A6.4)")
-    prior_output_tokens: PositiveFloat = Field(256.0, description="expected output before any request has finished")
-    prior_decode_s: PositiveFloat = Field(15.0, description="expected decode time before any request has finished")
-    rate_horizon_s: PositiveFloat = Field(30.0, description="time constant of moving rates")
+    block_tokens: PositiveInt = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
+    transfer_latency_s: NonNegativeFloat = Field(default=0.02, description="fixed part of a KV transfer (paper E2)")
+    decode_recheck: bool = Field(
+        default=True, description="decode nodes check the TBT SLO again when the KV is there (A6.4)"
+    )
+    prior_output_tokens: PositiveFloat = Field(
+        default=256.0, description="expected output before any request has finished"
+    )
+    prior_decode_s: PositiveFloat = Field(
+        default=15.0, description="expected decode time before any request has finished"
+    )
+    rate_horizon_s: PositiveFloat = Field(default=30.0, description="time constant of moving rates")
 
     @model_validator(mode="after")
     def _possible(self) -> ClusterSpec:

@@ -312,7 +312,9 @@ PREFILL_TIMER = np.dtype(
     align=True,
 )
 CELL = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # a block on an instance: its last release, its users
-EVICTION = np.dtype([("release", "i4"), ("position", "i4")], align=True)  # where eviction has got to in the chain of releases
+EVICTION = np.dtype(
+    [("release", "i4"), ("position", "i4")], align=True
+)  # where eviction has got to in the chain of releases
 DECODE_TIMER = np.dtype(
     [
         ("iteration", "i8"),

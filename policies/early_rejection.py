@@ -39,7 +39,10 @@ def accept_all(observation, values, decision):
 def both_slos(observation, values, decision):
     """Algorithm 1's own check: the predicted TTFT and TBT of the chosen pair, all that is assigned to it counted."""
     tbt_s = decode_features(observation, decision[1]).tbt_assigned_s
-    return _prefill_load(observation, decision) <= values[0] and tbt_s <= values[0] * request_features(observation).tbt_slo_s
+    return (
+        _prefill_load(observation, decision) <= values[0]
+        and tbt_s <= values[0] * request_features(observation).tbt_slo_s
+    )
 
 
 @compiled

@@ -2,8 +2,8 @@
 
 A name is `router[:option=value,...][+admission[:option=value,...]]`: `conductor`, `cache_aware+early`,
 `conductor:threshold=3+predictive:threshold=0.95`. Without an admission, `conductor` checks both SLOs as Algorithm 1
-does, the other routers accept everything. Anything with a `decide` method is a policy as well: a run folder of `train.py`, or
-`module:Class`.
+does, the other routers accept everything. Anything with a `decide` method is a policy as well: a run folder of
+`train.py`, or `module:Class`.
 """
 
 from __future__ import annotations
@@ -107,7 +107,9 @@ ADMISSIONS: dict[str, Part] = {
 class CompiledPolicy:
     """A router with an admission, both compiled: runs inside a replay or on any observation."""
 
-    def __init__(self, router: str, admission: str, router_options: dict[str, float], admission_options: dict[str, float]):
+    def __init__(
+        self, router: str, admission: str, router_options: dict[str, float], admission_options: dict[str, float]
+    ):
         self.router, self.router_values = _part(ROUTERS, "router", router, router_options)
         self.admission, self.admission_values = _part(ADMISSIONS, "admission", admission, admission_options)
         self.name = f"{router}+{admission}"

@@ -141,10 +141,7 @@ def power_of_two(observation, values, memory, decision):
         p = other
     d = _random_decode(observation, memory)
     other = _random_decode(observation, memory)
-    if (
-        d >= 0
-        and decode_features(observation, other).tbt_assigned_s < decode_features(observation, d).tbt_assigned_s
-    ):
+    if d >= 0 and decode_features(observation, other).tbt_assigned_s < decode_features(observation, d).tbt_assigned_s:
         d = other
     decision[0] = p if d >= 0 else -1
     decision[1] = d
@@ -169,8 +166,9 @@ def cache_aware(observation, values, memory, decision):
 def conductor(observation, values, memory, decision):
     """Algorithm 1 of [A]: least predicted TTFT, where an instance fetches the best prefix if it is worth it.
 
-    values[0]: kvcache_balancing_threshold; an instance fetches when the best prefix is longer than its own by more than this
-    factor. values[1]: 1 to fetch only where that is also predicted to be faster (paper G4), 0 for the algorithm as printed.
+    values[0]: kvcache_balancing_threshold; an instance fetches when the best prefix is longer than its own by more
+    than this factor. values[1]: 1 to fetch only where that is also predicted to be faster (paper G4), 0 for the
+    algorithm as printed.
     """
     threshold = values[0]
     best = -1
@@ -235,8 +233,8 @@ def lmetric(observation, values, memory, decision):
 def dynamo(observation, values, memory, decision):
     """NVIDIA Dynamo's cost, prefill and decode chosen apart (its default selector).
 
-    Prefill: load_scale * max(0, blocks to prefill incl. those queued - overlap credit). Decode: blocks in use. A tie takes
-    the lower index. values: load_scale, device credit, host credit, tokens per block, tokens per queued second.
+    Prefill: load_scale * max(0, blocks to prefill incl. those queued - overlap credit). Decode: blocks in use. A tie
+    takes the lower index. values: load_scale, device credit, host credit, tokens per block, tokens per queued second.
     """
     n = request_features(observation).input_tokens
     block = values[3]

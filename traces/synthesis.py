@@ -328,8 +328,8 @@ def _calibrate(profile: WorkloadProfile, trace: Trace) -> WorkloadProfile:
     """Correct a profile by what it gives: the search for fitting requests finds no exact ones.
 
     Four things are set so that synthesised traces agree with the source: the propensity to
-    continue (by the share of requests that do), the depth (by matched blocks), the split into requests that extend and that reread (by
-    blocks ever reused), and the gaps (by the cache size that a hit needs: branches of a session
+    continue (by the share of requests that do), the depth (by matched blocks), the split into requests that extend
+    and that reread (by blocks ever reused), and the gaps (by the cache size that a hit needs: branches of a session
     touch shared blocks in between, so the same gap may need less cache). The gaps in seconds move
     by some percent for it.
     """

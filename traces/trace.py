@@ -372,7 +372,7 @@ def offsets_of(lengths: NDArray[Any]) -> Int64:
 
 
 def joined_ranges(starts: NDArray[Any], lengths: NDArray[Any]) -> Int64:
-    """Positions of pieces of a flat array, in a row: concatenation of `arange(start, start + length)` for every pair."""
+    """Positions of pieces of a flat array, in a row: `arange(start, start + length)` of every pair, concatenated."""
     offsets = offsets_of(lengths)
     shift = np.asarray(starts, np.int64) - offsets[:-1]
     return np.arange(offsets[-1]) + np.repeat(shift, lengths)

@@ -61,13 +61,12 @@ def cache_directory(package: str) -> Path:
 
 def compiled(function: F) -> F:
     """Compile `function` (nopython, without the GIL), cached in `cache_directory()` of its package."""
-    from numba.core import config
-
+    config: Any = numba.config
     package = function.__module__.partition(".")[0]
     before = config.CACHE_DIR
     config.CACHE_DIR = str(cache_directory(package))  # read once, when the dispatcher is made
     try:
-        dispatcher = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
+        dispatcher: Any = numba.njit(nogil=True, cache=True, error_model="numpy")(function)
     finally:
         config.CACHE_DIR = before
     _specialise_once(dispatcher)
@@ -89,5 +88,5 @@ def _specialise_once(dispatcher: Any) -> None:
 
 
 def _widened(kind: Any) -> Any:
-    kind = types.unliteral(kind)
-    return types.int64 if isinstance(kind, types.Integer) and kind.signed else kind
+    plain: Any = types.unliteral(kind)
+    return types.int64 if getattr(plain, "signed", False) else plain

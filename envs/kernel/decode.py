@@ -122,8 +122,7 @@ def _fits(world, parameters, d):
     node = decode_node_of(parameters, d)
     need = input_of(world, timer.wait_head) + output_of(world, timer.wait_head)
     return (
-        decode_of(state_of(world), d).batch < node.max_batch
-        and timer.reserved_tokens + need <= node.kv_capacity_tokens
+        decode_of(state_of(world), d).batch < node.max_batch and timer.reserved_tokens + need <= node.kv_capacity_tokens
     )
 
 

@@ -165,7 +165,7 @@ def _enter(world, state, place, entry, p):
 
 @compiled
 def _evict(world, p, tier):
-    """Evict the least recently released, unpinned block; inside one release the deepest, so the rest stays reachable."""
+    """Evict the least recently released, unpinned block; of one release the deepest, so the rest stays reachable."""
     state = state_of(world)
     prefill = prefill_of(state, p)
     place = eviction_of(world, p, tier)

@@ -19,9 +19,7 @@ def compute_time(instance, input_tokens, reused_tokens):
     new = float(input_tokens - reused_tokens)
     total = float(input_tokens)
     reused = float(reused_tokens)
-    seconds = (
-        instance.quadratic_s * (total * total - reused * reused) + instance.linear_s * new + instance.base_s
-    )
+    seconds = instance.quadratic_s * (total * total - reused * reused) + instance.linear_s * new + instance.base_s
     if instance.chunk_overhead_s > 0.0:
         seconds += instance.chunk_overhead_s * (math.ceil(new / instance.chunk_tokens) - 1)
     return seconds
@@ -35,7 +33,7 @@ def overlap(compute_s, load_s, layers):
 
 @compiled
 def prefill_time(cluster, instance, input_tokens, blocks, host_blocks):
-    """Seconds a prefill occupies its instance when it reuses `blocks` blocks, `host_blocks` of them from host memory."""
+    """Seconds a prefill takes when it reuses `blocks` blocks, `host_blocks` of them from host memory."""
     reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
     compute_s = compute_time(instance, input_tokens, reused)
     if host_blocks <= 0:

@@ -1,7 +1,7 @@
 """How kernels reach memory: a table is an address in a header record, a row of it a typed record there.
 
-Numba passes an array as seven or more machine words, so passing thirty tables through every call would cost more than the
-physics. A kernel gets one header (`WORLD`, `STATE`, `PARAMETERS`, `OBSERVATION`) instead, one machine word, and the
+Numba passes an array as seven or more machine words, so passing thirty tables through every call would cost more than
+the physics. A kernel gets one header (`WORLD`, `STATE`, `PARAMETERS`, `OBSERVATION`) instead, one machine word, and the
 functions below turn it and an index into a record. They compile to an address computation. With
 CONDUCTOR_CHECK_BOUNDS=1 every one of them checks its index first.
 """
@@ -34,7 +34,16 @@ PARAMETERS = header_dtype(_state.Parameters, ("prefills", "decodes"))
 STATE = header_dtype(_state.ClusterState, ("prefills", "decodes", "words", "block_capacity", "flight_capacity"))
 WORLD = header_dtype(
     _state.World,
-    ("prefills", "decodes", "request_capacity", "reference_capacity", "block_capacity", "ring", "batch_limit", "leaves"),
+    (
+        "prefills",
+        "decodes",
+        "request_capacity",
+        "reference_capacity",
+        "block_capacity",
+        "ring",
+        "batch_limit",
+        "leaves",
+    ),
 )
 OBSERVATION = header_dtype(_state.Observation, ("prefills", "decodes"))
 
@@ -97,8 +106,9 @@ i8_at = _numbers_at(types.int64)
 f8_at = _numbers_at(types.float64)
 u1_at = _numbers_at(types.uint8)
 
+
 @intrinsic
-def prefetch(typing_context, address):
+def _prefetch(typing_context, address):
     """Start to bring the cache line at an address; what follows does not wait for it."""
 
     def generate(context, builder, signature, arguments):
@@ -113,6 +123,8 @@ def prefetch(typing_context, address):
 
     return types.void(types.int64), generate
 
+
+prefetch: Any = _prefetch
 
 _cluster_parameters_at = _record_at(_state.CLUSTER_PARAMETERS)
 _prefill_parameters_at = _record_at(_state.PREFILL_PARAMETERS)

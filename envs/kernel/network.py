@@ -167,9 +167,7 @@ def next_flow(world):
     best_s = np.inf
     for i in range(engine_of(world).active_flows):
         flow = flow_of(world, active[i])
-        if flow.due_s < best_s or (
-            flow.due_s == best_s and best >= 0 and flow.phase > flow_of(world, best).phase
-        ):
+        if flow.due_s < best_s or (flow.due_s == best_s and best >= 0 and flow.phase > flow_of(world, best).phase):
             best = active[i]
             best_s = flow.due_s
     return best

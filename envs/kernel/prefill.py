@@ -45,10 +45,7 @@ def find_holder(state, ready, p):
     for h in range(state.prefills):
         if h == p or ready[h] == 0 or ready[h] < longest:
             continue
-        if (
-            ready[h] > longest
-            or prefill_of(state, h).tx_backlog_bytes < prefill_of(state, holder).tx_backlog_bytes
-        ):
+        if ready[h] > longest or prefill_of(state, h).tx_backlog_bytes < prefill_of(state, holder).tx_backlog_bytes:
             holder = h
             longest = ready[h]
     return holder

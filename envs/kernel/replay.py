@@ -78,10 +78,11 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
 
 @compiled
 def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, seen):
-    """Give a cluster the requests first .. last - 1 of a trace, arriving `speed` times as fast; returns distinct blocks.
+    """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast; returns distinct blocks.
 
-    Blocks are renumbered in order of appearance. `seen` int64[distinct blocks of the trace + 1, 3] is scratch: for each block the
-    number of the load that saw it last, its number there, and the block before it; the last row counts loads.
+    Blocks are renumbered in order of appearance. `seen` int64[distinct blocks of the trace + 1, 3] is scratch: for
+    each block the number of the load that saw it last, its number there, and the block before it; the last row counts
+    loads.
     """
     engine = engine_of(world)
     engine.requests = last - first
@@ -263,7 +264,7 @@ def export(observations, request, prefill, decode, cluster, start, stop):
 
 @compiled
 def settled(worlds, counts, start, stop):
-    """`counts` float64[C, 5]: good, violated, rejected at arrival, rejected at decode, wasted prefill seconds so far."""
+    """`counts` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far."""
     for c in range(start, stop):
         clock = clock_of(state_of(worlds[c]))
         counts[c, 0] = clock.good

@@ -129,7 +129,9 @@ def test_admissions_do_what_they_say(observations: Observation, admission: str) 
     policy, everything = make_policy(f"conductor+{admission}"), make_policy("conductor+none")
     policy.reset(48, 0)
     everything.reset(48, 0)
-    for c, (action, routed) in enumerate(zip(policy.decide(observations), everything.decide(observations), strict=True)):
+    for c, (action, routed) in enumerate(
+        zip(policy.decide(observations), everything.decide(observations), strict=True)
+    ):
         accepted = accepts(admission, one(observations, c), *decode_action(int(routed)))
         assert action == (routed if accepted else 0), c
     rejected = (policy.decide(observations) == 0).sum()
