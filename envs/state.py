@@ -259,6 +259,7 @@ class Decision(NamedTuple):
 
 OUTCOME = np.dtype(
     [
+        ("arrival_s", "f8"),
         ("status", "i4"),
         ("good", "i4"),
         ("prefill", "i4"),
@@ -334,7 +335,6 @@ FLOW = np.dtype(
     [
         ("source", "i4"),  # NIC sides: see kernel/network.py
         ("target", "i4"),
-        ("position", "i4"),  # in the list of active flows, -1 if none
         ("phase", "i4"),
         ("bytes", "f8"),
         ("remaining", "f8"),

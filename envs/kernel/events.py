@@ -175,6 +175,7 @@ def reset(world, parameters):
             cell.pins = 0
     for r in range(engine.requests):
         outcome = outcome_of(world, r)
+        outcome.arrival_s = arrival_of(world, r)
         outcome.status = 0
         outcome.good = 0
         outcome.prefill = -1

@@ -101,6 +101,10 @@ DECODE_BYTES = _state.DECODE.itemsize
 PREFILL_TIMER_BYTES = _state.PREFILL_TIMER.itemsize
 DECODE_TIMER_BYTES = _state.DECODE_TIMER.itemsize
 FLIGHT_BYTES = _state.FLIGHT.itemsize
+JOB_BYTES = _state.JOB.itemsize
+OUTCOME_BYTES = _state.OUTCOME.itemsize
+FLOW_BYTES = _state.FLOW.itemsize
+SEGMENT_BYTES = _state.SEGMENT.itemsize
 i4_at = _numbers_at(types.int32)
 i8_at = _numbers_at(types.int64)
 f8_at = _numbers_at(types.float64)
@@ -307,8 +311,8 @@ def _prefetch_range(address, size):
 
 
 @compiled
-def prefetch_world(world):
-    """Start to bring what a step of a cluster is sure to look at."""
+def prefetch_tables(world):
+    """Start to bring the tables that a step of a cluster is sure to look at."""
     state = state_of(world)
     _prefetch_range(state.prefill, PREFILL_BYTES * world.prefills)
     _prefetch_range(state.decode, DECODE_BYTES * world.decodes)
@@ -316,7 +320,56 @@ def prefetch_world(world):
     _prefetch_range(world.decode_timers, DECODE_TIMER_BYTES * world.decodes)
     _prefetch_range(world.due_s, 8 * (world.prefills + world.decodes + 1))
     _prefetch_range(world.winners, 8 * world.leaves)
+
+
+@compiled
+def _prefetch_request(world, request):
+    prefetch(world.jobs + JOB_BYTES * request)
+    _prefetch_range(world.outcomes + OUTCOME_BYTES * request, OUTCOME_BYTES)
+
+
+@compiled
+def _prefetch_blocks(world, state, request, p):
+    address, count = blocks_of(world, request)
+    ids = i4_at(address)
+    for i in range(0, count, 8):
+        prefetch_block(world, state, ids[i], p)
+
+
+@compiled
+def prefetch_events(world, p):
+    """Start to bring what the coming step of a cluster looks at: the request decided on, for instance p (if not
+    negative), the next one, and those whose events are due before that arrives.
+    """
+    engine = engine_of(world)
+    state = state_of(world)
+    request = engine.next_request
+    if request >= engine.requests:
+        return
+    _prefetch_request(world, request)
+    if p >= 0:
+        _prefetch_blocks(world, state, request, p)
     _prefetch_range(state.flight, FLIGHT_BYTES * clock_of(state).in_flight)
+    until_s = np.inf
+    if request + 1 < engine.requests:
+        until_s = arrival_of(world, request + 1)
+        prefetch_requests(world, request + 1)
+    due = f8_at(world.due_s)
+    for i in range(world.prefills):
+        if due[i] <= until_s:
+            running = prefill_timer_of(world, i).job
+            _prefetch_request(world, running)
+            _prefetch_blocks(world, state, running, i)
+            prefetch(world.flows + FLOW_BYTES * (engine.requests + running))
+    for d in range(world.decodes):
+        if due[world.prefills + d] <= until_s:
+            _prefetch_request(world, member_of(world, d, decode_of(state, d).batch - 1).request)
+            last = decode_timer_of(world, d).segments & (world.ring - 1)
+            row = world.segments + SEGMENT_BYTES * world.ring * d
+            _prefetch_range(row + SEGMENT_BYTES * max(0, last - 24), SEGMENT_BYTES * min(last, 24))
+    active = i4_at(world.active)
+    for i in range(engine.active_flows):
+        prefetch(world.flows + FLOW_BYTES * active[i])
 
 
 @compiled

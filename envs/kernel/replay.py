@@ -37,8 +37,9 @@ from .memory import (
     input_of,
     job_of,
     member_of,
+    prefetch_events,
     prefetch_requests,
-    prefetch_world,
+    prefetch_tables,
     prefill_features,
     source_allowed,
     state_of,
@@ -191,8 +192,11 @@ def step(worlds, parameters, observations, actions, done, start, stop):
     for c in range(start, stop):
         world = worlds[c]
         observation = observations[c]
+        if c + 2 < stop:
+            prefetch_tables(worlds[c + 2])
         if c + 1 < stop:
-            prefetch_world(worlds[c + 1])
+            coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
+            prefetch_events(worlds[c + 1], coming)
         if engine_of(world).next_request >= engine_of(world).requests:
             done[c] = True
             continue
