@@ -308,18 +308,6 @@ def installed(package: str) -> bool:
         return False
 
 
-def announce_compilation() -> None:
-    """Say so when kernels will be compiled first."""
-    from envs.kernel.compile import cache_directory
-
-    if not any(cache_directory("envs").iterdir()):
-        print(
-            "compiling the simulator (about a minute, only this once) ...",
-            file=sys.stderr,
-            flush=True,
-        )
-
-
 def train_ppo(*arguments: Any) -> bool:
     from policies.trainers import ppo
 
@@ -354,7 +342,6 @@ def run(options: Options, leaderboard: bool) -> int:
     if (trace if options.part == "all" else getattr(trace.split(), options.part)).n_requests == 0:
         raise UsageError(f"--part {options.part}: no requests of {options.trace} are in it")
     folder = make_folder(options)
-    announce_compilation()
     if not options.resume:
         write_config(options, folder, spec, trace)
     load, resumed = parse_load(options.load), bool(options.resume)

@@ -13,6 +13,7 @@ from traces import Trace
 from . import state as _state
 from .kernel import memory
 from .kernel import replay as _replay
+from .kernel.compile import announce
 from .spec import ClusterSpec
 from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Source, World
 
@@ -116,6 +117,7 @@ class Simulator:
         max_blocks: int,
         max_output_tokens: int,
     ) -> None:
+        announce()
         self.clusters = clusters
         one = cluster.parameters() if isinstance(cluster, ClusterSpec) else cluster
         self.parameter_tables = Parameters(*(np.repeat(table[None], clusters, axis=0) for table in one))

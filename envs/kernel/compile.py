@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import sys
 import tempfile
 from collections.abc import Callable
 from functools import cache
@@ -57,6 +58,17 @@ def cache_directory(package: str) -> Path:
         if os.access(directory, os.W_OK):
             return directory
     raise OSError(f"no writable directory for compiled kernels under {first}: set NUMBA_CACHE_DIR to one")
+
+
+@cache
+def announce() -> None:
+    """Say once, on standard error, that kernels will be compiled, when none of this version are in the cache."""
+    directory = cache_directory("envs")
+    if not any(directory.rglob("*.nbi")):
+        print(
+            f"compiling the simulator, which takes about a minute; kept in {directory} for the next time",
+            file=sys.stderr,
+        )
 
 
 def compiled(function: F) -> F:
