@@ -118,26 +118,22 @@ class _Clusters:
         self.base = self.spec.parameters()
         p, d = self.simulator.prefills, self.simulator.decodes
         self.n_actions = 1 + p * d * 3
-        self.request = np.zeros((count, len(REQUEST_FEATURES.names or ())), np.float32)
-        self.prefill = np.zeros((count, p * len(PREFILL_FEATURES.names or ())), np.float32)
-        self.decode = np.zeros((count, d * len(DECODE_FEATURES.names or ())), np.float32)
-        self.cluster = np.zeros((count, len(CLUSTER_FEATURES.names or ())), np.float32)
+        self.table_shapes = {
+            "request": (len(REQUEST_FEATURES.names or ()),),
+            "prefill": (p, len(PREFILL_FEATURES.names or ())),
+            "decode": (d, len(DECODE_FEATURES.names or ())),
+            "cluster": (len(CLUSTER_FEATURES.names or ()),),
+        }
         self.masks = np.zeros((count, self.n_actions), np.bool_)
         self.settled = np.zeros((count, 5))
         self.before = np.zeros((count, 5))
         self.done = np.zeros(count, np.bool_)
 
     def observation_space(self) -> gym.spaces.Dict:
-        def table(*shape: int) -> gym.spaces.Box:
-            return gym.spaces.Box(-_replay.LARGEST, _replay.LARGEST, shape, np.float32)
-
-        p, d = self.simulator.prefills, self.simulator.decodes
         return gym.spaces.Dict(
             {
-                "request": table(self.request.shape[1]),
-                "prefill": table(p, self.prefill.shape[1] // p),
-                "decode": table(d, self.decode.shape[1] // d),
-                "cluster": table(self.cluster.shape[1]),
+                name: gym.spaces.Box(-_replay.LARGEST, _replay.LARGEST, shape, np.float32)
+                for name, shape in self.table_shapes.items()
             }
         )
 
@@ -165,7 +161,7 @@ class _Clusters:
                 table["up"] = 0
                 table["up"][rng.permutation(len(table))[:up]] = 1
         self.simulator.observe(c)
-        self.export(c, c + 1)
+        _replay.action_masks(self.simulator.observations, self.masks, c, c + 1)
         self.before[c] = self.settled[c] = 0.0
         return {"start": first, "load": load}
 
@@ -182,32 +178,24 @@ class _Clusters:
             for name in ("step_base_s", "step_request_s", "step_token_s"):
                 tables.decode[c, d][name] = self.base.decode[d][name] / factor
 
-    def export(self, start: int, stop: int) -> None:
-        """Bring the float32 tables and the masks of clusters start .. stop - 1 up to date."""
-        observations = self.simulator.observations
-        _replay.export(observations, self.request, self.prefill, self.decode, self.cluster, start, stop)
-        _replay.action_masks(observations, self.masks, start, stop)
-
     def step(self, actions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One decision in every cluster; returns rewards [C]. `done`, the tables and masks are then up to date."""
+        """One decision in every cluster; returns rewards [C]. `done` and the masks are then up to date."""
         count = len(self.done)
         if actions.shape != (count,) or actions.min() < 0 or actions.max() >= self.n_actions:
             raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
         self.simulator.step(actions, self.done)
-        self.export(0, count)
+        _replay.action_masks(self.simulator.observations, self.masks, 0, count)
         self.before, self.settled = self.settled, self.before
         _replay.settled(self.simulator.worlds, self.settled, 0, count)
         return (self.settled - self.before) @ self.rewards.weights  # type: ignore[no-any-return]
 
     def tables(self) -> dict[str, NDArray[np.float32]]:
-        """Copies of the observation tables, with a leading axis for the clusters."""
+        """The present observations as new float32 tables, with a leading axis for the clusters."""
         count = len(self.done)
-        return {
-            "request": self.request.copy(),
-            "prefill": self.prefill.reshape(count, self.simulator.prefills, -1).copy(),
-            "decode": self.decode.reshape(count, self.simulator.decodes, -1).copy(),
-            "cluster": self.cluster.copy(),
-        }
+        tables = {name: np.empty((count, *shape), np.float32) for name, shape in self.table_shapes.items()}
+        request, prefill, decode, cluster = (table.reshape(count, -1) for table in tables.values())
+        _replay.export(self.simulator.observations, request, prefill, decode, cluster, 0, count)
+        return tables
 
     @property
     def now_s(self) -> NDArray[np.float64]:

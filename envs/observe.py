@@ -10,7 +10,16 @@ import numpy as np
 
 from .kernel.compile import compiled
 from .kernel.kvcache import match
-from .kernel.latency import compute_time, context_tokens, nic_share, prefill_time, reuse_tokens, tbt
+from .kernel.latency import (
+    block_load_time,
+    compute_time,
+    context_tokens,
+    expected_stall,
+    nic_share,
+    prefill_time,
+    reuse_tokens,
+    tbt,
+)
 from .kernel.memory import (
     clock_of,
     cluster_features,
@@ -70,7 +79,8 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
         features.queue_requests = prefill.queue_requests
         features.local_tokens = local_tokens
         features.device_tokens = min(reuse_tokens(device[p], cluster.block_tokens, n), local_tokens)
-        ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], local[p] - device[p])
+        load_s = block_load_time(cluster, instance)
+        ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], (local[p] - device[p]) * load_s)
         ttft_fetch_s = ttft_local_s
         fetch_s = 0.0
         fetch_tokens = 0
@@ -86,16 +96,17 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
             reused = reuse_tokens(ready[holder], cluster.block_tokens, n)
             fetch_tokens = reused - local_tokens
             ttft_fetch_s = max(
-                queue_s + prefill_time(cluster, instance, n, ready[holder], ready[holder] - device[p]),
+                queue_s + prefill_time(cluster, instance, n, ready[holder], (ready[holder] - device[p]) * load_s),
                 fetch_s + compute_time(instance, n, reused) / cluster.layers,
             )
         features.fetch_tokens = fetch_tokens
         features.fetch_s = fetch_s
         features.ttft_local_s = ttft_local_s
         features.ttft_fetch_s = ttft_fetch_s
-        features.ttft_recompute_s = queue_s + prefill_time(cluster, instance, n, 0, 0)
-        features.tx_used_share = prefill.tx_used / instance.nic_bytes_per_s
-        features.rx_used_share = prefill.rx_used / instance.nic_bytes_per_s
+        features.ttft_recompute_s = queue_s + prefill_time(cluster, instance, n, 0, 0.0)
+        per_bandwidth = 1.0 / instance.nic_bytes_per_s
+        features.tx_used_share = prefill.tx_used * per_bandwidth
+        features.rx_used_share = prefill.rx_used * per_bandwidth
         features.host_used_share = prefill.host_used / max(1, instance.host_blocks)
         features.device_used_share = prefill.device_used / max(1, instance.device_blocks)
         prefill_mask[3 * p] = prefill.up
@@ -134,19 +145,14 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
         features_d.pending_requests = decode.pending_requests
         features_d.pending_tokens = decode.pending_tokens
         features_d.waiting_requests = decode.waiting_requests
-        tbt_now_s = tbt(cluster, instance_d, decode, decode.batch + 1.0, kv_tokens + n)
+        stall_share, stall_s = expected_stall(cluster, decode)
+        tbt_now_s = tbt(instance_d, decode.batch + 1.0, kv_tokens + n, stall_share, stall_s)
         joined = joining[2 * d]
-        tbt_at_join_s = tbt(
-            cluster,
-            instance_d,
-            decode,
-            joined + 1.0,
-            joining[2 * d + 1] + joined * clock.expected_output_tokens / 2.0 + n,
-        )
+        joined_tokens = joining[2 * d + 1] + joined * clock.expected_output_tokens / 2.0
+        tbt_at_join_s = tbt(instance_d, joined + 1.0, joined_tokens + n, stall_share, stall_s)
         features_d.tbt_now_s = tbt_now_s
-        features_d.tbt_assigned_s = tbt(
-            cluster, instance_d, decode, assigned + 1.0, kv_tokens + decode.pending_tokens + n
-        )
+        assigned_tokens = kv_tokens + decode.pending_tokens + n
+        features_d.tbt_assigned_s = tbt(instance_d, assigned + 1.0, assigned_tokens, stall_share, stall_s)
         features_d.tbt_at_join_s = tbt_at_join_s
         features_d.rx_used_share = decode.rx_used / instance_d.nic_bytes_per_s
         decode_mask[d] = decode.up

@@ -191,7 +191,7 @@ class Simulator:
         self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
-        self._seen: tuple[Trace, NDArray[np.int64]] | None = None
+        self._seen: tuple[Trace, NDArray[np.int32]] | None = None
 
     @classmethod
     def for_trace(cls, cluster: ClusterSpec | Parameters, trace: Trace, *, clusters: int = 1) -> Simulator:
@@ -238,7 +238,7 @@ class Simulator:
             if needed > room:
                 raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
         if self._seen is None or self._seen[0] is not trace:
-            self._seen = (trace, np.zeros((trace.n_distinct_blocks + 1, 3), np.int64))
+            self._seen = (trace, np.zeros((trace.n_distinct_blocks + 1, 3), np.int32))
         blocks = _replay.load(
             self.worlds[cluster],
             trace.arrival_s,

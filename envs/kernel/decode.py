@@ -12,7 +12,7 @@ import numpy as np
 
 from ..state import Status
 from .compile import compiled
-from .latency import context_tokens, step_time, tbt
+from .latency import context_tokens, expected_stall, step_time, tbt
 from .memory import (
     clock_of,
     cluster_of,
@@ -91,7 +91,8 @@ def land_stream(world, parameters, request):
     if not reject and engine_of(world).recheck != 0:
         batch = float(decode.batch + decode.waiting_requests + 1)
         context = context_tokens(node, decode, clock.now_s) + decode.waiting_tokens + n
-        reject = tbt(cluster, node, decode, batch, context) > cluster.tbt_slo_s
+        stall_share, stall_s = expected_stall(cluster, decode)
+        reject = tbt(node, batch, context, stall_share, stall_s) > cluster.tbt_slo_s
     if reject:
         decode.pending_requests -= 1
         decode.pending_tokens -= n

@@ -32,13 +32,18 @@ def overlap(compute_s, load_s, layers):
 
 
 @compiled
-def prefill_time(cluster, instance, input_tokens, blocks, host_blocks):
-    """Seconds a prefill takes when it reuses `blocks` blocks, `host_blocks` of them from host memory."""
+def block_load_time(cluster, instance):
+    """Seconds to bring one block from host memory to the device."""
+    return cluster.block_tokens * cluster.kv_bytes_per_token / instance.h2d_bytes_per_s
+
+
+@compiled
+def prefill_time(cluster, instance, input_tokens, blocks, load_s):
+    """Seconds a prefill takes when it reuses `blocks` blocks, which take `load_s` to come from host memory."""
     reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
     compute_s = compute_time(instance, input_tokens, reused)
-    if host_blocks <= 0:
+    if load_s <= 0.0:
         return compute_s
-    load_s = host_blocks * cluster.block_tokens * cluster.kv_bytes_per_token / instance.h2d_bytes_per_s
     return overlap(compute_s, load_s, cluster.layers)
 
 
@@ -49,12 +54,18 @@ def step_time(instance, batch, context_tokens):
 
 
 @compiled
-def tbt(cluster, instance, decode, batch, context_tokens):
-    """Predicted TBT: an iteration, plus the join stalls expected among the longest `tbt_tail_share` of intervals."""
-    step_s = step_time(instance, batch, context_tokens)
+def expected_stall(cluster, decode):
+    """Join stall expected in an interval among the longest `tbt_tail_share`: (seconds per second of it, at most)."""
     if decode.stall_rate <= 0.0:
-        return step_s
-    return step_s + min(step_s * decode.stall_rate / cluster.tbt_tail_share, decode.stall_rate / decode.join_rate)
+        return 0.0, 0.0
+    return decode.stall_rate / cluster.tbt_tail_share, decode.stall_rate / decode.join_rate
+
+
+@compiled
+def tbt(instance, batch, context_tokens, stall_share, stall_s):
+    """Predicted TBT: an iteration, plus the join stall that `expected_stall` gives."""
+    step_s = step_time(instance, batch, context_tokens)
+    return step_s + min(step_s * stall_share, stall_s)
 
 
 @compiled

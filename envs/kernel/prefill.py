@@ -8,7 +8,7 @@ from ..state import DEVICE, HOST, PENDING, TRANSIT, Source
 from .compile import compiled
 from .decode import finish, withdraw
 from .kvcache import drop, has, make_room, pin, put, release
-from .latency import compute_time, prefill_time, reuse_tokens
+from .latency import block_load_time, compute_time, prefill_time, reuse_tokens
 from .memory import (
     arrival_of,
     blocks_of,
@@ -103,9 +103,10 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     job.fetch_eta_s = clock.now_s + fetch_s
     n = input_of(world, request)
     if source == RECOMPUTE:
-        job.predicted_s = prefill_time(cluster, node, n, 0, 0)
+        job.predicted_s = prefill_time(cluster, node, n, 0, 0.0)
     else:
-        job.predicted_s = prefill_time(cluster, node, n, hit, hit - device[p])
+        load_s = (hit - device[p]) * block_load_time(cluster, node)
+        job.predicted_s = prefill_time(cluster, node, n, hit, load_s)
     outcome.prefill = p
     outcome.decode = d
     outcome.source = source
@@ -172,7 +173,8 @@ def start_prefill(world, parameters, p):
 
     n = input_of(world, request)
     reused = reuse_tokens(blocks, cluster.block_tokens, n)
-    job.duration_s = prefill_time(cluster, node, n, blocks, blocks - on_device)
+    load_s = (blocks - on_device) * block_load_time(cluster, node)
+    job.duration_s = prefill_time(cluster, node, n, blocks, load_s)
     job.compute_s = compute_time(node, n, reused)
     outcome.reused_tokens = reused
     outcome.device_tokens = min(on_device * cluster.block_tokens, reused)

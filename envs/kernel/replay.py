@@ -81,7 +81,7 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
 def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, seen):
     """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast; returns distinct blocks.
 
-    Blocks are renumbered in order of appearance. `seen` int64[distinct blocks of the trace + 1, 3] is scratch: for
+    Blocks are renumbered in order of appearance. `seen` int32[distinct blocks of the trace + 1, 3] is scratch: for
     each block the number of the load that saw it last, its number there, and the block before it; the last row counts
     loads.
     """
