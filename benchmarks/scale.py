@@ -7,7 +7,7 @@ The load grows with the cluster: nP nD gets n / 8 times the arrival rate of 8P8D
 
 from __future__ import annotations
 
-import numpy as np
+from concurrent.futures import ThreadPoolExecutor
 
 from envs.cluster_env import ClusterVectorEnv, Episodes
 from envs.simulator import Simulator
@@ -59,6 +59,27 @@ def forks_per_second(trace: Trace, runs: int) -> dict[str, float]:
     }
 
 
+def threads_speedup(trace: Trace, policy_name: str, runs: int) -> float:
+    """How much faster two replays are in two threads than one after the other (kernels run without the GIL)."""
+    simulators = [Simulator.for_trace(load_cluster("8p8d"), trace) for _ in range(2)]
+    policies = [make_policy(policy_name) for _ in range(2)]
+
+    def replay(i: int) -> None:
+        policy = policies[i]
+        assert isinstance(policy, CompiledPolicy)
+        policy.replay(simulators[i])
+
+    def begin() -> None:
+        for simulator, policy in zip(simulators, policies, strict=True):
+            policy.reset(1, 0)
+            simulator.begin(0, recheck=policy.recheck)
+
+    with ThreadPoolExecutor(2) as pool:
+        alone = seconds(lambda: list(map(replay, range(2))), before=begin, runs=runs)
+        together = seconds(lambda: list(pool.map(replay, range(2))), before=begin, runs=runs)
+    return median(alone) / median(together)
+
+
 def main() -> None:
     arguments = parser(__doc__ or "")
     arguments.add_argument("--trace", default="builtin:conversation", help="trace file (default: %(default)s)")
@@ -83,7 +104,7 @@ def main() -> None:
             "replay_us_per_request": growth,
             "bytes_per_cluster_whole_trace": whole.bytes_per_cluster,
             "per_second": forks_per_second(trace, options.runs),
-            "numpy": np.__version__,
+            "two_threads_speedup": threads_speedup(trace, options.policy, options.runs),
         },
         options.json,
     )
