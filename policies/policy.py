@@ -115,7 +115,10 @@ class CompiledPolicy:
         self.name = f"{router}+{admission}"
         self.recheck = admission != "none"
         self.memory = np.zeros((1, 4), np.uint64)
-        self._headers: tuple[int, Any] = (0, None)
+        self._observed: tuple[Observation | None, Any] = (
+            None,
+            None,
+        )  # the last observation, and the kernels' handle on it
 
     def reset(self, clusters: int, seed: int) -> None:
         self.memory = np.zeros((clusters, 4), np.uint64)
@@ -125,16 +128,18 @@ class CompiledPolicy:
         clusters = len(observation.request)
         if len(self.memory) != clusters:
             raise PolicyError(f"{self.name} was reset for {len(self.memory)} clusters, got observations of {clusters}")
-        headers = _memory.headers(
-            _memory.OBSERVATION,
-            observation,
-            clusters,
-            prefills=observation.prefill.shape[1],
-            decodes=observation.decode.shape[1],
-        )
+        if self._observed[0] is not observation:
+            sizes = {"prefills": observation.prefill.shape[1], "decodes": observation.decode.shape[1]}
+            self._observed = (observation, _memory.headers(_memory.OBSERVATION, observation, clusters, **sizes))
         actions = np.zeros(clusters, np.int64)
         _replay.choose_actions(
-            headers, self.router, self.router_values, self.admission, self.admission_values, self.memory, actions
+            self._observed[1],
+            self.router,
+            self.router_values,
+            self.admission,
+            self.admission_values,
+            self.memory,
+            actions,
         )
         return actions
 

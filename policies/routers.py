@@ -200,8 +200,8 @@ def conductor(observation, values, memory, decision):
 def lmetric(observation, values, memory, decision):
     """LMetric (arXiv 2603.15202): new prefill tokens times batch size, no knobs.
 
-    For split pools: prefill by (tokens to compute, queued ones included as time at this instance's speed) times
-    (requests there), decode by (tokens there) times (requests there).
+    In split pools: prefill by tokens to compute for this request times requests there, decode by tokens there times
+    requests there.
     """
     n = request_features(observation).input_tokens
     best = -1
