@@ -1,0 +1,207 @@
+"""Policies by name.
+
+A name is `router[:option=value,...][+admission[:option=value,...]]`: `conductor`, `cache_aware+early`,
+`conductor:threshold=3+predictive:threshold=0.95`. Without an admission, `conductor` checks both SLOs as Algorithm 1
+does, the other routers accept everything. Anything with a `decide` method is a policy as well: a run folder of
+`train.py`, or `module:Class`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.kernel import memory as _memory
+from envs.kernel import replay as _replay
+from envs.simulator import Simulator
+from envs.state import Observation
+
+from . import early_rejection, routers
+from .policy import Policy, PolicyError
+
+
+class Option(NamedTuple):
+    """A parameter of a router or an admission, with its default."""
+
+    name: str
+    default: float
+    meaning: str
+
+
+class Part(NamedTuple):
+    """A router or an admission by name: its compiled function and its options in order of `values`."""
+
+    callback: _replay.Callback
+    options: tuple[Option, ...]
+    meaning: str
+
+
+def _router(function: Any, *options: Option) -> Part:
+    return Part(_replay.Callback(function, _replay.ROUTER), options, _first_line(function))
+
+
+def _admission(function: Any, *options: Option) -> Part:
+    return Part(_replay.Callback(function, _replay.ADMISSION), options, _first_line(function))
+
+
+def _first_line(function: Any) -> str:
+    return str(function.__doc__).strip().splitlines()[0]
+
+
+_THRESHOLD = Option("threshold", 1.0, "load above which a request is rejected; 1 is the SLO itself")
+
+ROUTERS: dict[str, Part] = {
+    "random": _router(routers.random),
+    "round_robin": _router(routers.round_robin),
+    "load_balancing": _router(routers.load_balancing),
+    "power_of_two": _router(routers.power_of_two),
+    "cache_aware": _router(routers.cache_aware),
+    "conductor": _router(
+        routers.conductor,
+        Option("threshold", 1.5, "kvcache_balancing_threshold: fetch when the best prefix is this much longer"),
+        Option("min_over_both", 0.0, "1: fetch only where that is predicted to be faster too"),
+    ),
+    "lmetric": _router(routers.lmetric),
+    "dynamo": _router(
+        routers.dynamo,
+        Option("load_scale", 1.0, "prefill_load_scale"),
+        Option("device_credit", 1.0, "credit per block on the device"),
+        Option("host_credit", 0.75, "credit per block in host memory"),
+        Option("block_tokens", 512.0, "tokens per block"),
+        Option("tokens_per_s", 9000.0, "turns queued seconds into queued tokens"),
+    ),
+}
+ADMISSIONS: dict[str, Part] = {
+    "none": _admission(early_rejection.accept_all),
+    "slo": _admission(early_rejection.both_slos, _THRESHOLD),
+    "baseline": _admission(early_rejection.baseline, _THRESHOLD),
+    "early": _admission(early_rejection.early, _THRESHOLD),
+    "predictive": _admission(early_rejection.predictive, _THRESHOLD),
+}
+
+
+class CompiledPolicy:
+    """A router with an admission, both compiled: runs inside a replay or on any observation."""
+
+    def __init__(
+        self, router: str, admission: str, router_options: dict[str, float], admission_options: dict[str, float]
+    ):
+        self.router, self.router_values = _part(ROUTERS, "router", router, router_options)
+        self.admission, self.admission_values = _part(ADMISSIONS, "admission", admission, admission_options)
+        self.name = f"{router}+{admission}"
+        self.recheck = admission != "none"
+        self.memory = np.zeros((1, 4), np.uint64)
+        self._observed: tuple[Observation | None, Any] = (
+            None,
+            None,
+        )  # the last observation, and the kernels' handle on it
+
+    def reset(self, clusters: int, seed: int) -> None:
+        self.memory = np.zeros((clusters, 4), np.uint64)
+        self.memory[:, 0] = np.random.SeedSequence(seed).generate_state(clusters, np.uint64)
+
+    def decide(self, observation: Observation) -> NDArray[np.int64]:
+        clusters = len(observation.request)
+        if len(self.memory) != clusters:
+            raise PolicyError(f"{self.name} was reset for {len(self.memory)} clusters, got observations of {clusters}")
+        if self._observed[0] is not observation:
+            sizes = {"prefills": observation.prefill.shape[1], "decodes": observation.decode.shape[1]}
+            self._observed = (observation, _memory.headers(_memory.OBSERVATION, observation, clusters, **sizes))
+        actions = np.zeros(clusters, np.int64)
+        _replay.choose_actions(
+            self._observed[1],
+            self.router,
+            self.router_values,
+            self.admission,
+            self.admission_values,
+            self.memory,
+            actions,
+        )
+        return actions
+
+    def replay(self, simulator: Simulator, cluster: int = 0, *, limit: int = 1 << 62) -> None:
+        """Decide for the next requests of a simulated cluster without returning to Python."""
+        simulator.replay(
+            cluster,
+            self.router,
+            self.router_values,
+            self.admission,
+            self.admission_values,
+            self.memory[min(cluster, len(self.memory) - 1)],
+            limit=limit,
+        )
+
+
+def _part(parts: dict[str, Part], kind: str, name: str, given: dict[str, float]) -> tuple[_replay.Callback, Any]:
+    if name not in parts:
+        raise PolicyError(f"no {kind} is called {name!r}; there are {', '.join(parts)}")
+    part = parts[name]
+    known = {option.name: option.default for option in part.options}
+    for option in given:
+        if option not in known:
+            options = ", ".join(known) or "none"
+            raise PolicyError(f"{kind} {name!r} has no option {option!r}; its options: {options}")
+    return part.callback, np.array(list((known | given).values()), np.float64)
+
+
+def _parse(part: str, whole: str) -> tuple[str, dict[str, float]]:
+    name, _, options = part.partition(":")
+    values: dict[str, float] = {}
+    for option in filter(None, options.split(",")):
+        key, equals, value = option.partition("=")
+        try:
+            if not equals:
+                raise ValueError
+            values[key] = float(value)
+        except ValueError:
+            raise PolicyError(f"policy {whole!r}: expected option=number, found {option!r}") from None
+    return name, values
+
+
+def make_policy(name: str) -> Policy:
+    """A policy by name, by run folder of `train.py`, or by `module:Class`.
+
+    Raises:
+        PolicyError: there is no such policy; the message lists what there is.
+    """
+    router, _, admission = name.partition("+")
+    router_name, router_options = _parse(router, name) if router.partition(":")[0] in ROUTERS else (router, {})
+    if router_name in ROUTERS:
+        admission_name, admission_options = _parse(admission, name) if "+" in name else ("", {})
+        if "+" not in name:
+            admission_name = "slo" if router_name == "conductor" else "none"
+        policy = CompiledPolicy(router_name, admission_name, router_options, admission_options)
+        policy.name = name
+        return policy
+    if Path(name).is_dir():
+        from .run_folder import load_run
+
+        return load_run(Path(name))
+    module, colon, attribute = name.partition(":")
+    if colon and attribute.isidentifier():
+        return _imported(name, module, attribute)
+    raise PolicyError(
+        f"no policy is called {name!r}: expected ROUTER[+ADMISSION] with a router of {', '.join(ROUTERS)} and an "
+        f"admission of {', '.join(ADMISSIONS)}; or a run folder of train.py; or module:Class"
+    )
+
+
+def _imported(name: str, module: str, attribute: str) -> Policy:
+    try:
+        made = getattr(importlib.import_module(module), attribute)()
+    except ImportError as error:
+        raise PolicyError(f"policy {name!r}: cannot import {module!r}: {error}") from None
+    except AttributeError:
+        raise PolicyError(f"policy {name!r}: module {module!r} has no {attribute!r}") from None
+    if not callable(getattr(made, "decide", None)):
+        raise PolicyError(f"policy {name!r}: {attribute} has no decide(observation) method; see policies.Policy")
+    for field, default in (("name", name), ("recheck", True)):
+        if not hasattr(made, field):
+            setattr(made, field, default)
+    if not hasattr(made, "reset"):
+        made.reset = lambda clusters, seed: None
+    return made  # type: ignore[no-any-return]
