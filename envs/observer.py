@@ -1,0 +1,85 @@
+"""`Observer`: `observe` on a `ClusterState` that somebody else keeps, such as live traffic."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .kernel import memory
+from .observe import observe
+from .simulator import empty_observation
+from .spec import ClusterSpec
+from .state import CLOCK, DECODE, FLIGHT, PREFILL, ROW_BITS, ClusterState, Observation, Parameters
+
+
+class Observer:
+    """A cluster state outside the simulator, and the observations made of it.
+
+    `state` holds plain arrays to be written to: who has which block, what is queued, what runs (`ClusterState`).
+
+    Args:
+        cluster: the spec.
+        blocks: how many distinct block numbers may be in use. in_flight: how many requests may be.
+    """
+
+    def __init__(self, cluster: ClusterSpec, *, blocks: int, in_flight: int) -> None:
+        p, d = cluster.n_prefill, cluster.n_decode
+        words = -(-p // ROW_BITS)
+        tables = Parameters(*(table[None] for table in cluster.parameters()))
+        stacked = ClusterState(
+            np.zeros((1, 1), CLOCK),
+            np.zeros((1, p), PREFILL),
+            np.zeros((1, d), DECODE),
+            np.zeros((1, blocks, words), np.int64),
+            np.zeros((1, in_flight), FLIGHT),
+        )
+        stacked.prefill["up"] = 1
+        stacked.decode["up"] = 1
+        stacked.clock["expected_output_tokens"] = cluster.prior_output_tokens
+        stacked.clock["expected_decode_s"] = cluster.prior_decode_s
+        self.state = ClusterState(*(table[0] for table in stacked))
+        self.observation = empty_observation(1, p, d)
+        self._kept = (tables, stacked)  # the headers below hold addresses into these
+        self._parameters = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)[0]
+        self._state = memory.headers(
+            memory.STATE,
+            stacked,
+            1,
+            prefills=p,
+            decodes=d,
+            words=words,
+            block_capacity=blocks,
+            flight_capacity=in_flight,
+        )[0]
+        self._observation = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
+        self._match = np.zeros((3, p), np.int64)
+        self._forecast = np.zeros((d, 2))
+
+    def observe(self, input_tokens: int, block_ids: NDArray[np.int32]) -> Observation:
+        """The observation (leading axis of 1) for a request, at the time of `state.clock`; the next overwrites it.
+
+        Args:
+            input_tokens: length of the prompt, at least 1. block_ids: int32, numbers of its blocks in order.
+
+        Raises:
+            ValueError: a block number outside 0 .. blocks - 1, or an empty prompt.
+        """
+        ids = np.ascontiguousarray(block_ids, np.int32)
+        capacity = len(self.state.blocks)
+        if len(ids) and not (ids.min() >= 0 and ids.max() < capacity):
+            raise ValueError(
+                f"block numbers must be in 0 .. {capacity - 1}, found {int(ids.min())} .. {int(ids.max())}"
+            )
+        if input_tokens < 1:
+            raise ValueError(f"input_tokens must be at least 1, found {input_tokens}")
+        observe(
+            self._state,
+            self._parameters,
+            input_tokens,
+            ids.ctypes.data,
+            len(ids),
+            self._observation,
+            self._match.ctypes.data,
+            self._forecast.ctypes.data,
+        )
+        return self.observation
