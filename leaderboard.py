@@ -244,18 +244,27 @@ def replay_stepped(
         simulator.begin(c, recheck=policy.recheck)
         simulator.observe(c)
     done = np.zeros(len(runs), np.bool_)
+    observation = read_only(simulator.observation_tables)
     for _ in range(setting.part.traces[0].n_requests):
-        actions = decide(policy, name, simulator.observation_tables)
+        actions = decide(policy, name, observation)
         simulator.step(actions, done)
     assert done.all()
     return [setting.replay_of(simulator, c) for c in range(len(runs))]
+
+
+def read_only(observation: Observation) -> Observation:
+    """Views of an observation that a policy cannot write to: the simulator uses the tables again."""
+    views = [table.view() for table in observation]
+    for view in views:
+        view.flags.writeable = False
+    return Observation(*views)
 
 
 def call(policy: Policy, name: str, method: str, *given: Any) -> Any:
     """Call a policy's method; whatever it raises becomes one clear error."""
     try:
         return getattr(policy, method)(*given)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise LeaderboardError(
             f"policy {name!r}: {method}() raised {type(error).__name__}: {error}"
         ) from error
@@ -904,6 +913,9 @@ def list_policies() -> str:
     return "\n".join(lines)
 
 
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+
+
 def _flat(given: list[list[Any]] | None, otherwise: list[Any]) -> list[Any]:
     """All values of a repeatable option, each once, in order."""
     return list(dict.fromkeys(v for values in given for v in values)) if given else otherwise
@@ -965,27 +977,24 @@ def make_cells(
     return cells, capacities
 
 
-def _note_compilation() -> None:
-    """The first use compiles for about a minute; say so instead of seeming to hang."""
-    from envs.kernel.compile import cache_directory
-
-    if not any(cache_directory("envs").iterdir()):
-        print("compiling the simulator (once, about a minute) ...", file=sys.stderr)
-
-
 def run(arguments: argparse.Namespace) -> None:
     """What the command line asked for."""
     if arguments.list:
         print(list_policies())
         return
     names = _flat(arguments.policies, default_policies())
+    if not names:
+        raise LeaderboardError("--policies: expected at least one policy; see --list")
+    if arguments.load and arguments.capacity:
+        raise LeaderboardError("--load and --capacity both give the load; use one of them")
+    if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
+        raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
     contestants = [Contestant(name) for name in names]
     settings = make_settings(arguments)
     if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
         raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
-    _note_compilation()
     plain = not (arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())
@@ -1018,7 +1027,7 @@ def main(given: Sequence[str] | None = None) -> int:
         # The reader of our output went away; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (LeaderboardError, PolicyError, SpecError, TraceError, OSError) as error:
+    except (LeaderboardError, PolicyError, SpecError, TraceError, OSError, MemoryError) as error:
         if arguments.debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

@@ -44,6 +44,7 @@ from .state import (
 )
 
 Range = float | tuple[float, float]
+PARTS = ("train", "validation", "test", "all")
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,21 @@ class Episodes:
     decode_up: tuple[int, int] | None = None
     hardware: Range = 1.0
 
+    def __post_init__(self) -> None:
+        if isinstance(self.requests, bool) or not isinstance(self.requests, int) or self.requests < 1:
+            raise ValueError(f"Episodes.requests must be a whole number above 0, found {self.requests!r}")
+        for name in ("load", "hardware"):
+            value = getattr(self, name)
+            low, high = value if isinstance(value, tuple | list) and len(value) == 2 else (value, value)
+            if not (isinstance(low, int | float) and isinstance(high, int | float) and 0 < low <= high < float("inf")):
+                raise ValueError(f"Episodes.{name} must be a number above 0 or (low, high) of such, found {value!r}")
+        for name in ("prefill_up", "decode_up"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, tuple | list) or len(value) != 2 or not 1 <= value[0] <= value[1]:
+                raise ValueError(f"Episodes.{name} must be (low, high) with 1 <= low <= high, found {value!r}")
+
 
 def _draw(rng: np.random.Generator, value: Range) -> float:
     return float(rng.uniform(*value)) if isinstance(value, (tuple, list)) else float(value)
@@ -98,6 +114,14 @@ class _Clusters:
         count: int,
     ) -> None:
         self.spec = load_cluster(cluster)
+        if part not in PARTS:
+            raise ValueError(f"part {part!r}: expected one of {', '.join(PARTS)}")
+        for name, size in (("prefill_up", self.spec.n_prefill), ("decode_up", self.spec.n_decode)):
+            between = getattr(episodes, name)
+            if between is not None and between[1] > size:
+                raise ValueError(f"Episodes.{name} is {between!r}, the cluster has {size}")
+        if count < 1:
+            raise ValueError(f"num_envs must be at least 1, found {count}")
         whole = trace if isinstance(trace, Trace) else load_trace(trace)
         self.trace = whole if part == "all" else getattr(whole.split(), part)
         if self.trace.n_requests == 0:
@@ -128,6 +152,7 @@ class _Clusters:
         self.settled = np.zeros((count, 5))
         self.before = np.zeros((count, 5))
         self.done = np.zeros(count, np.bool_)
+        self.started = False
 
     def observation_space(self) -> gym.spaces.Dict:
         return gym.spaces.Dict(
@@ -144,12 +169,14 @@ class _Clusters:
         if unknown:
             raise ValueError(f"unknown reset options {sorted(unknown)}; known are 'start' and 'load'")
         last_start = self.trace.n_requests - self.window
-        first = int(options.get("start", rng.integers(last_start + 1)))
-        if not 0 <= first <= last_start:
-            raise ValueError(f"option 'start' is {first}, must be in 0 .. {last_start} for windows of {self.window}")
+        start = options.get("start", rng.integers(last_start + 1))
+        first = int(start)
+        if first != start or not 0 <= first <= last_start:
+            raise ValueError(f"option 'start' is {start}, must be in 0 .. {last_start} for windows of {self.window}")
         load = float(options.get("load", _draw(rng, self.episodes.load)))
-        if not load > 0:
-            raise ValueError(f"option 'load' is {load}, must be above 0")
+        if not 0 < load < float("inf"):
+            raise ValueError(f"option 'load' is {load}, must be a finite number above 0")
+        self.started = True
         self._draw_cluster(c, rng)
         self.simulator.load(c, self.trace, first, first + self.window, speed=load)
         self.simulator.begin(c)
@@ -181,9 +208,13 @@ class _Clusters:
     def step(self, actions: NDArray[np.int64]) -> NDArray[np.float64]:
         """One decision in every cluster; returns rewards [C]. `done` and the masks are then up to date."""
         count = len(self.done)
+        if actions.dtype.kind not in "iu":
+            raise ValueError(f"expected whole numbers as actions, got {actions.dtype}: {actions!r}")
         if actions.shape != (count,) or actions.min() < 0 or actions.max() >= self.n_actions:
             raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
-        self.simulator.step(actions, self.done)
+        if not self.started:
+            raise gym.error.ResetNeeded("call reset() before step()")
+        self.simulator.step(actions.astype(np.int64, copy=False), self.done)
         _replay.action_masks(self.simulator.observations, self.masks, 0, count)
         self.before, self.settled = self.settled, self.before
         _replay.settled(self.simulator.worlds, self.settled, 0, count)
@@ -253,7 +284,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
 
     def step(self, action: np.int64) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
         before_s = float(self._clusters.now_s[0])
-        reward = self._clusters.step(np.array([action], np.int64))
+        reward = self._clusters.step(np.asarray([action]))
         self._note()
         info = self._info() | {"elapsed_s": float(self._clusters.now_s[0]) - before_s}
         return self._observe(), float(reward[0]), bool(self._clusters.done[0]), False, info
@@ -359,7 +390,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[dict[str, NDArray[np.float32]], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
-        actions = np.asarray(actions, np.int64)
+        actions = np.asarray(actions)
         restart = np.flatnonzero(self._ended)
         if len(restart):  # NEXT_STEP: this step only resets those that ended; nothing may be decided there
             actions = actions.copy()

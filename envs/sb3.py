@@ -53,7 +53,7 @@ class ClusterVecEnv(VecEnv):
         return self._clusters.tables()  # type: ignore[return-value]
 
     def step_async(self, actions: np.ndarray) -> None:
-        self._actions = np.asarray(actions, np.int64)
+        self._actions = np.asarray(actions)
 
     def step_wait(self) -> Any:
         before_s = self._clusters.now_s.copy()

@@ -64,11 +64,18 @@ def _allocate(clusters: int, state: dict[str, Shape], world: dict[str, Shape]) -
     for shape, dtype in (*state.values(), *world.values()):
         offsets.append(size)
         size += -(-clusters * int(np.prod(shape)) * np.dtype(dtype).itemsize // _LINE) * _LINE
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    else:
-        pages = mmap.mmap(-1, size)
+    try:
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            pages.madvise(mmap.MADV_HUGEPAGE)
+        else:
+            pages = mmap.mmap(-1, size)
+    except OSError:
+        largest = max((*state, *world), key=lambda name: int(np.prod((state | world)[name][0])))
+        raise MemoryError(
+            f"no {size / 2**30:.1f} GiB for {clusters} simulated clusters; largest table: {largest!r}. Tables grow "
+            "with the requests, the distinct blocks, and 'segments' with the longest output of the trace"
+        ) from None
     tables = [
         np.ndarray((clusters, *shape), dtype, buffer=pages, offset=offset)
         for (shape, dtype), offset in zip((*state.values(), *world.values()), offsets, strict=True)
@@ -277,6 +284,7 @@ class Simulator:
         engine = self.batch.engine[cluster, 0]
         if engine["next_request"] >= engine["requests"]:
             raise ValueError(f"cluster {cluster} has no request left to decide on")
+        source = Source(source)
         if prefill >= self.prefills or (prefill >= 0 and not 0 <= decode < self.decodes):
             raise ValueError(f"no prefill {prefill} or no decode {decode} in a {self.prefills}P{self.decodes}D cluster")
         _replay.carry_out(
@@ -327,7 +335,14 @@ class Simulator:
         self._raise_errors()
 
     def fork(self, source: int, target: int) -> None:
-        """Make cluster `target` a copy of cluster `source`, observation included, to try another future from here."""
+        """Make cluster `target` a copy of cluster `source`, observation included, to try another future from here.
+
+        Raises:
+            IndexError: there is no such cluster.
+        """
+        for c in (source, target):
+            if not 0 <= c < self.clusters:
+                raise IndexError(f"no cluster {c} among {self.clusters}")
         _replay.fork(self.worlds[source], self.worlds[target], _SIZES)
         for table in self.observation_tables:
             table[target] = table[source]

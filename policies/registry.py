@@ -9,6 +9,7 @@ does, the other routers accept everything. Anything with a `decide` method is a 
 from __future__ import annotations
 
 import importlib
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +158,8 @@ def _parse(part: str, whole: str) -> tuple[str, dict[str, float]]:
             if not equals:
                 raise ValueError
             values[key] = float(value)
+            if not math.isfinite(values[key]):
+                raise ValueError
         except ValueError:
             raise PolicyError(f"policy {whole!r}: expected option=number, found {option!r}") from None
     return name, values
@@ -192,16 +195,31 @@ def make_policy(name: str) -> Policy:
 
 def _imported(name: str, module: str, attribute: str) -> Policy:
     try:
-        made = getattr(importlib.import_module(module), attribute)()
+        kind = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise PolicyError(f"policy {name!r}: cannot import {module!r}: {error}") from None
     except AttributeError:
         raise PolicyError(f"policy {name!r}: module {module!r} has no {attribute!r}") from None
+    try:
+        made = kind()
+    except Exception as error:
+        raise PolicyError(f"policy {name!r}: {attribute}() raised {type(error).__name__}: {error}") from error
     if not callable(getattr(made, "decide", None)):
         raise PolicyError(f"policy {name!r}: {attribute} has no decide(observation) method; see policies.Policy")
-    for field, default in (("name", name), ("recheck", True)):
-        if not hasattr(made, field):
-            setattr(made, field, default)
-    if not hasattr(made, "reset"):
-        made.reset = lambda clusters, seed: None
-    return made  # type: ignore[no-any-return]
+    return made if isinstance(made, CompiledPolicy) else _Named(made, name)
+
+
+class _Named:
+    """A policy of a user's own class, with what the class leaves out."""
+
+    def __init__(self, policy: Any, name: str) -> None:
+        self.policy = policy
+        self.name = str(getattr(policy, "name", name))
+        self.recheck = bool(getattr(policy, "recheck", True))
+
+    def reset(self, clusters: int, seed: int) -> None:
+        if hasattr(self.policy, "reset"):
+            self.policy.reset(clusters, seed)
+
+    def decide(self, observation: Observation) -> NDArray[np.int64]:
+        return self.policy.decide(observation)  # type: ignore[no-any-return]

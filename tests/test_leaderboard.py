@@ -339,3 +339,33 @@ def test_heavy_libraries_are_not_loaded() -> None:
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.stdout.strip() == "[]", done.stderr
+
+
+class Scribbler:
+    """Tries to write to what it is shown."""
+
+    def decide(self, observation):  # type: ignore[no-untyped-def]
+        observation.decode_mask[:] = 0
+        return np.ones(len(observation.request), np.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--policies", ","], "expected at least one policy"),
+        (["--plot", "x.xyz"], "--plot x.xyz: expected a name that ends in .png, .svg, .pdf"),
+        (["--load", "1", "--capacity", "1"], "--load and --capacity both give the load"),
+        (
+            ["--policies", "tests.test_leaderboard:Scribbler", "--load", "1", "--seeds", "1"],
+            "decide() raised ValueError: assignment destination is read-only",
+        ),
+    ],
+)
+def test_more_bad_input(arguments: list[str], message: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "leaderboard.py", *arguments], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""

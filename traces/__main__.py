@@ -225,6 +225,8 @@ def convert(
       python -m traces convert conversation_trace.jsonl conversation.parquet
       python -m traces convert qwen_traceA_blksz_16.jsonl qwen.jsonl.zst --reblock 512
     """
+    if Path(str(file)).exists() and out.exists() and out.samefile(file):
+        raise TraceError(f"{out}: is the file that is read; expected another name for what is written")
     _save(_load(file, on_error, sort, reblock), out)
 
 

@@ -350,7 +350,7 @@ def prefetch_events(world, p):
     if p >= 0:
         _prefetch_blocks(world, state, request, p)
     _prefetch_range(state.flight, FLIGHT_BYTES * clock_of(state).in_flight)
-    until_s = np.inf
+    until_s = 1e300  # all that is due at all
     if request + 1 < engine.requests:
         until_s = arrival_of(world, request + 1)
         prefetch_requests(world, request + 1)

@@ -271,3 +271,42 @@ def test_a_drained_cluster_is_left_alone(trace: Trace) -> None:
     assert env.outcomes().tobytes() == before
     with pytest.raises(ValueError, match="no request left"):
         env.simulator.decide(0, 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"requests": 0}, "Episodes.requests must be a whole number above 0, found 0"),
+        ({"requests": 2.5}, "Episodes.requests must be a whole number"),
+        ({"load": 0}, "Episodes.load must be a number above 0"),
+        ({"load": float("inf")}, "Episodes.load must be a number above 0"),
+        ({"load": (2, 1)}, "Episodes.load must be a number above 0 or .low, high."),
+        ({"hardware": -1}, "Episodes.hardware must be a number above 0"),
+        ({"prefill_up": 3}, "Episodes.prefill_up must be .low, high."),
+        ({"decode_up": (0, 0)}, "Episodes.decode_up must be .low, high. with 1 <= low"),
+        ({"prefill_up": (1, 9)}, "Episodes.prefill_up is .1, 9., the cluster has 2"),
+    ],
+)
+def test_impossible_episodes_are_refused(trace: Trace, change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make(trace, episodes=Episodes(**change))
+
+
+def test_wrong_arguments_are_refused(trace: Trace) -> None:
+    with pytest.raises(ValueError, match="part 'foo': expected one of train, validation, test, all"):
+        ClusterEnv("2p2d", trace, "foo")
+    with pytest.raises(ValueError, match="num_envs must be at least 1"):
+        ClusterVectorEnv(0, "2p2d", trace)
+    env = make(trace)
+    with pytest.raises(gym.error.ResetNeeded):
+        env.step(0)
+    env.reset(seed=0)
+    for action in (1.5, np.float64(2), float("nan"), "1"):
+        with pytest.raises(ValueError, match="expected whole numbers as actions"):
+            env.step(action)
+    with pytest.raises(ValueError, match="'start' is 1.5"):
+        env.reset(options={"start": 1.5})
+    with pytest.raises(ValueError, match="9 is not a valid Source"):
+        env.simulator.decide(0, 1, 1, 9)
+    with pytest.raises(IndexError, match="no cluster -1 among 1"):
+        env.simulator.fork(-1, 0)

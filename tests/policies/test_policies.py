@@ -217,3 +217,27 @@ def test_options() -> None:
 def test_errors_say_what_was_expected(name: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message.replace("(", r"\(").replace("+", r"\+")):
         make_policy(name)
+
+
+class Broken:
+    def __init__(self) -> None:
+        raise RuntimeError("no weights")
+
+
+class Slots:
+    __slots__ = ()
+
+    def decide(self, observation: Observation) -> np.ndarray:
+        return np.ones(len(observation.request), np.int64)
+
+
+def test_a_users_class(observations: Observation) -> None:
+    policy = make_policy("tests.policies.test_policies:Slots")
+    policy.reset(48, 0)
+    assert policy.name == "tests.policies.test_policies:Slots"
+    assert policy.recheck
+    assert (policy.decide(observations) == 1).all()
+    with pytest.raises(PolicyError, match=r"Broken\(\) raised RuntimeError: no weights"):
+        make_policy("tests.policies.test_policies:Broken")
+    with pytest.raises(PolicyError, match="expected option=number, found 'threshold=nan'"):
+        make_policy("conductor:threshold=nan")
