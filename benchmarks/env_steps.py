@@ -13,7 +13,7 @@ from gymnasium.vector import AutoresetMode
 from envs.cluster_env import ClusterVectorEnv, Episodes
 from envs.kernel.replay import random_actions
 
-from .report import median, parser, report
+from .report import entry, median, parser, report
 
 
 def main() -> None:
@@ -60,4 +60,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

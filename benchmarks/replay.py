@@ -27,7 +27,7 @@ from policies import CompiledPolicy, make_policy
 from traces import Trace
 from traces import load as load_trace
 
-from .report import median, parser, report, seconds
+from .report import entry, median, parser, report, seconds
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST_STEP = """
@@ -141,4 +141,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)

@@ -47,3 +47,14 @@ def report(result: dict[str, Any], where: str | None) -> None:
     else:
         for name, value in result.items():
             print(f"{name:28s} {value}")
+
+
+def entry(main: Callable[[], None]) -> None:
+    """Run a benchmark as a command: bad input is one line and exit code 2, Ctrl-C is 130."""
+    try:
+        main()
+    except ValueError as error:  # of traces, clusters and policies alike
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -16,7 +16,7 @@ from policies import CompiledPolicy, make_policy
 from traces import Trace, builtin
 from traces import load as load_trace
 
-from .report import median, parser, report, seconds
+from .report import entry, median, parser, report, seconds
 
 
 def replay_seconds(trace: Trace, cluster: str, policy_name: str, speed: float, runs: int) -> float:
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    entry(main)
