@@ -340,7 +340,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
 
     Args:
         num_envs: how many clusters.
-        autoreset_mode: NEXT_STEP (Gymnasium's default) or SAME_STEP.
+        autoreset_mode: NEXT_STEP (Gymnasium's default), SAME_STEP, or DISABLED (reset by option "reset_mask").
     """
 
     metadata: dict[str, Any] = {"render_modes": [], "autoreset_mode": AutoresetMode.NEXT_STEP}
@@ -362,7 +362,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
         self.single_action_space = gym.spaces.Discrete(self._clusters.n_actions)  # type: ignore[assignment]
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
-        self._same_step = autoreset_mode == AutoresetMode.SAME_STEP
+        self._mode = autoreset_mode
         self._ended = np.zeros(num_envs, np.bool_)
         self._rngs: list[np.random.Generator] = []
 
@@ -373,7 +373,14 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
     def reset(
         self, *, seed: int | list[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[dict[str, NDArray[np.float32]], dict[str, Any]]:
-        """Start an episode in every cluster; cluster i is seeded with seed + i."""
+        """Start an episode in every cluster; cluster i is seeded with seed + i.
+
+        `options`: as for `ClusterEnv`, and "reset_mask" bool[num_envs]: which clusters to reset, the others go on.
+        """
+        options = dict(options or {})
+        mask = np.asarray(options.pop("reset_mask", np.ones(self.num_envs)), np.bool_)
+        if mask.shape != (self.num_envs,):
+            raise ValueError(f"option 'reset_mask' must be bool[{self.num_envs}], has shape {mask.shape}")
         super().reset(seed=seed if not isinstance(seed, list) else None, options=options)
         if seed is not None or not self._rngs:
             seeds = (
@@ -382,9 +389,9 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
             if len(seeds) != self.num_envs:
                 raise ValueError(f"{len(seeds)} seeds for {self.num_envs} environments")
             self._rngs = [np.random.default_rng(s) for s in seeds]
-        for c in range(self.num_envs):
-            self._clusters.start(c, self._rngs[c], options)
-        self._ended[:] = False
+        for c in np.flatnonzero(mask):
+            self._clusters.start(int(c), self._rngs[c], options)
+        self._ended[mask] = False
         return self._clusters.tables(), self._info()
 
     def step(
@@ -404,11 +411,11 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
             rewards[c] = elapsed_s[c] = 0.0
             terminated[c] = False
         info: dict[str, Any] = {}
-        if self._same_step and terminated.any():
+        if self._mode == AutoresetMode.SAME_STEP and terminated.any():
             info = self._final(terminated)
             for c in np.flatnonzero(terminated):
                 self._clusters.start(int(c), self._rngs[c])
-        else:
+        elif self._mode == AutoresetMode.NEXT_STEP:
             self._ended = terminated.copy()
         info |= self._info() | {"elapsed_s": elapsed_s, "_elapsed_s": np.ones(self.num_envs, np.bool_)}
         return self._clusters.tables(), rewards, terminated, np.zeros(self.num_envs, np.bool_), info

@@ -194,6 +194,22 @@ def test_vector_env_equals_single_envs(trace: Trace, mode: AutoresetMode) -> Non
             ended[i] = done
 
 
+def test_vector_env_without_autoreset(trace: Trace) -> None:
+    vector = ClusterVectorEnv(3, "2p2d", trace, "all", Episodes(6), autoreset_mode=AutoresetMode.DISABLED)
+    vector.reset(seed=1)
+    for _ in range(6):
+        _, _, terminated, _, _ = vector.step(np.ones(3, np.int64))
+    assert terminated.all()
+    arrived = vector.simulator.batch.state.clock["arrived"][:, 0]
+    vector.reset(options={"reset_mask": np.array([False, True, False])})
+    assert arrived.tolist() == [6, 1, 6]
+    _, rewards, terminated, _, _ = vector.step(np.ones(3, np.int64))
+    assert terminated.tolist() == [True, False, True]
+    assert rewards[[0, 2]].tolist() == [0, 0]
+    with pytest.raises(ValueError, match="reset_mask"):
+        vector.reset(options={"reset_mask": [True]})
+
+
 def test_sb3_vec_env_equals_vector_env(trace: Trace) -> None:
     sb3 = pytest.importorskip("envs.sb3")
     episodes = Episodes(40, load=(0.2, 0.6))
