@@ -190,6 +190,7 @@ class _Clusters:
         self.simulator.observe(c)
         _replay.action_masks(self.simulator.observations, self.masks, c, c + 1)
         self.before[c] = self.settled[c] = 0.0
+        self.done[c] = False
         return {"start": first, "load": load}
 
     def _draw_cluster(self, c: int, rng: np.random.Generator) -> None:
@@ -321,18 +322,17 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         }
 
     def _note(self) -> None:
-        if self.render_mode is not None:
-            tables = self.simulator.observation_tables
-            overview = tables.cluster[0, 0]
-            self._history.append(
-                (
-                    float(self._clusters.now_s[0]),
-                    float(tables.prefill["queue_s"][0].mean()),
-                    float(tables.decode["tbt_now_s"][0].mean()),
-                    float(overview["in_flight"]),
-                    float(self._clusters.settled[0, 2] + self._clusters.settled[0, 3]),
-                )
-            )
+        if self.render_mode is None:
+            return
+        now_s = float(self._clusters.now_s[0])
+        rejected = float(self._clusters.settled[0, 2] + self._clusters.settled[0, 3])
+        if self._clusters.done[0]:  # drained: nothing has been observed since
+            self._history.append((now_s, 0.0, 0.0, 0.0, rejected))
+            return
+        tables = self.simulator.observation_tables
+        queue_s = float(tables.prefill["queue_s"][0].mean())
+        tbt_s = float(tables.decode["tbt_now_s"][0].mean())
+        self._history.append((now_s, queue_s, tbt_s, float(tables.cluster["in_flight"][0, 0]), rejected))
 
 
 class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDArray[np.int64], NDArray[Any]]):
