@@ -759,9 +759,9 @@ def _exclusive(chance: Floats, rng: np.random.Generator) -> list[NDArray[np.bool
 
 def _gap_cdf(group: list[Stratum], since_s: Floats) -> Floats:
     """Chance that a gap of the group's strata (in order of gap) is at most `since_s`."""
-    if not group:
-        return np.zeros(len(since_s))
     shares = np.array([s.share for s in group])
+    if not shares.sum() > 0:  # nothing is ever reused this way
+        return np.zeros(len(since_s))
     edges = np.append(0.0, np.cumsum(shares)) / shares.sum()
     gaps = np.concatenate([s.tables["gap_s"] for s in group])
     levels = np.concatenate(
