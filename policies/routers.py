@@ -18,20 +18,18 @@ from envs.kernel.memory import (
     request_features,
     source_allowed,
 )
+from envs.kernel.splitmix import random_below
 from envs.state import Source
 
 LOCAL, FETCH = int(Source.LOCAL), int(Source.FETCH)
 
 
 @compiled
-def random_below(memory, limit):
-    """A number in [0, limit) from the generator in memory[0] (splitmix64)."""
-    memory[0] = memory[0] + np.uint64(0x9E3779B97F4A7C15)
-    z = memory[0]
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    z = z ^ (z >> np.uint64(31))
-    return np.int64((z >> np.uint64(11)) % np.uint64(limit))
+def _choose(decision, p, d, source):
+    """Write a decision; it rejects where no instance of one pool is up (negative)."""
+    decision[0] = p if d >= 0 else -1
+    decision[1] = d
+    decision[2] = source
 
 
 @compiled
@@ -90,9 +88,7 @@ def random(observation, values, memory, decision):
     """Any prefill and any decode instance."""
     p = _random_prefill(observation, memory)
     d = _random_decode(observation, memory)
-    decision[0] = p if d >= 0 else -1
-    decision[1] = d
-    decision[2] = LOCAL
+    _choose(decision, p, d, LOCAL)
 
 
 @compiled
@@ -127,9 +123,7 @@ def load_balancing(observation, values, memory, decision):
             best < 0 or prefill_features(observation, p).queue_s < prefill_features(observation, best).queue_s
         ):
             best = p
-    decision[1] = lightest_decode(observation)
-    decision[0] = best if decision[1] >= 0 else -1
-    decision[2] = LOCAL
+    _choose(decision, best, lightest_decode(observation), LOCAL)
 
 
 @compiled
@@ -143,9 +137,7 @@ def power_of_two(observation, values, memory, decision):
     other = _random_decode(observation, memory)
     if d >= 0 and decode_features(observation, other).tbt_assigned_s < decode_features(observation, d).tbt_assigned_s:
         d = other
-    decision[0] = p if d >= 0 else -1
-    decision[1] = d
-    decision[2] = LOCAL
+    _choose(decision, p, d, LOCAL)
 
 
 @compiled
@@ -157,9 +149,7 @@ def cache_aware(observation, values, memory, decision):
             best < 0 or prefill_features(observation, p).ttft_local_s < prefill_features(observation, best).ttft_local_s
         ):
             best = p
-    decision[1] = lightest_decode(observation)
-    decision[0] = best if decision[1] >= 0 else -1
-    decision[2] = LOCAL
+    _choose(decision, best, lightest_decode(observation), LOCAL)
 
 
 @compiled
@@ -191,9 +181,7 @@ def conductor(observation, values, memory, decision):
             best = p
             best_s = ttft_s
             best_source = source
-    decision[1] = lightest_decode(observation)
-    decision[0] = best if decision[1] >= 0 else -1
-    decision[2] = best_source
+    _choose(decision, best, lightest_decode(observation), best_source)
 
 
 @compiled
@@ -224,9 +212,7 @@ def lmetric(observation, values, memory, decision):
         if cost < chosen_cost:
             chosen = d
             chosen_cost = cost
-    decision[1] = chosen
-    decision[0] = best if chosen >= 0 else -1
-    decision[2] = LOCAL
+    _choose(decision, best, chosen, LOCAL)
 
 
 @compiled
@@ -262,6 +248,4 @@ def dynamo(observation, values, memory, decision):
         if cost < chosen_cost:
             chosen = d
             chosen_cost = cost
-    decision[1] = chosen
-    decision[0] = best if chosen >= 0 else -1
-    decision[2] = LOCAL
+    _choose(decision, best, chosen, LOCAL)

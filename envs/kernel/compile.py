@@ -23,7 +23,13 @@ from platformdirs import user_cache_path
 
 _ROOT = Path(__file__).resolve().parents[2]
 # What can end up in a kernel, by the package that defines it: policies are compiled against the contract of envs.
-_CONTRACT = ("envs/state.py", "envs/observe.py", "envs/kernel/compile.py", "envs/kernel/memory.py")
+_CONTRACT = (
+    "envs/state.py",
+    "envs/observe.py",
+    "envs/kernel/compile.py",
+    "envs/kernel/memory.py",
+    "envs/kernel/splitmix.py",
+)
 _SOURCES = {
     "envs": (*_CONTRACT, "envs/kernel/*.py"),
     "policies": (*_CONTRACT, "policies/routers.py", "policies/early_rejection.py"),

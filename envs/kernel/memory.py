@@ -259,7 +259,8 @@ def blocks_of(world, request):
     """(address of the request's block ids, how many)."""
     offsets = i8_at(world.block_offsets)
     start = offsets[check(request, world.request_capacity)]
-    return world.block_ids + 4 * start, offsets[request + 1] - start
+    stop = check(offsets[request + 1], world.reference_capacity + 1)
+    return world.block_ids + 4 * start, stop - start
 
 
 @compiled

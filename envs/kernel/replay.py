@@ -45,6 +45,7 @@ from .memory import (
     state_of,
     u1_at,
 )
+from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
@@ -358,12 +359,7 @@ def random_actions(masks, memory, actions):
     for c in range(len(masks)):
         row = masks[c]
         while True:
-            memory[0] += np.uint64(0x9E3779B97F4A7C15)
-            z = memory[0]
-            z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-            z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-            z = z ^ (z >> np.uint64(31))
-            action = np.int64((z >> np.uint64(11)) % np.uint64(count))
+            action = random_below(memory, count)
             if row[action]:
                 actions[c] = action
                 break
