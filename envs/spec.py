@@ -215,11 +215,11 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
     if isinstance(name, ClusterSpec):
         return name
     if str(name) in _builtin():
-        return _validate(_builtin()[str(name)] | {"name": str(name)}, str(name))
+        return validate_cluster(_builtin()[str(name)] | {"name": str(name)}, str(name))
     sizes = re.fullmatch(r"([1-9]\d{0,3})p([1-9]\d{0,3})d", str(name))
     if sizes:
         hardware = "a800x8-llama2-70b"
-        return _validate(
+        return validate_cluster(
             {
                 "name": str(name),
                 "prefill": [{"count": int(sizes[1]), "hardware": hardware}],
@@ -239,10 +239,15 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
         raise SpecError(f"{path}: not YAML: {error}") from None
     if not isinstance(fields, dict):
         raise SpecError(f"{path}: expected a mapping with prefill and decode pools, found {type(fields).__name__}")
-    return _validate({"name": path.stem} | fields, str(path))
+    return validate_cluster({"name": path.stem} | fields, str(path))
 
 
-def _validate(fields: dict[str, Any], where: str) -> ClusterSpec:
+def validate_cluster(fields: dict[str, Any], where: str) -> ClusterSpec:
+    """A spec from its fields.
+
+    Raises:
+        SpecError: one line for each wrong field, each with `where` before it.
+    """
     try:
         return ClusterSpec.model_validate(fields)
     except ValidationError as error:
