@@ -143,7 +143,7 @@ class ReportRequest(_message.Message):
     def __init__(self, events: _Optional[_Iterable[_Union[Event, _Mapping]]] = ..., loads: _Optional[_Iterable[_Union[WorkerLoad, _Mapping]]] = ...) -> None: ...
 
 class Event(_message.Message):
-    __slots__ = ("request_id", "at_s", "prefill_started", "prefill_done", "kv_ready", "first_token", "finished", "failed", "alive")
+    __slots__ = ("request_id", "at_s", "prefill_started", "prefill_done", "kv_ready", "first_token", "finished", "failed", "alive", "fetch_landed")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     AT_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_STARTED_FIELD_NUMBER: _ClassVar[int]
@@ -153,6 +153,7 @@ class Event(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     ALIVE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_LANDED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     at_s: float
     prefill_started: PrefillStarted
@@ -162,7 +163,8 @@ class Event(_message.Message):
     finished: Finished
     failed: Failed
     alive: Alive
-    def __init__(self, request_id: _Optional[str] = ..., at_s: _Optional[float] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ...) -> None: ...
+    fetch_landed: FetchLanded
+    def __init__(self, request_id: _Optional[str] = ..., at_s: _Optional[float] = ..., prefill_started: _Optional[_Union[PrefillStarted, _Mapping]] = ..., prefill_done: _Optional[_Union[PrefillDone, _Mapping]] = ..., kv_ready: _Optional[_Union[KvReady, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., failed: _Optional[_Union[Failed, _Mapping]] = ..., alive: _Optional[_Union[Alive, _Mapping]] = ..., fetch_landed: _Optional[_Union[FetchLanded, _Mapping]] = ...) -> None: ...
 
 class PrefillStarted(_message.Message):
     __slots__ = ("expected_end_s", "reused_tokens")
@@ -191,6 +193,10 @@ class FirstToken(_message.Message):
     STALL_S_FIELD_NUMBER: _ClassVar[int]
     stall_s: float
     def __init__(self, stall_s: _Optional[float] = ...) -> None: ...
+
+class FetchLanded(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Finished(_message.Message):
     __slots__ = ("output_tokens", "ttft_s", "tbt_s", "decode_s")

@@ -1,0 +1,1 @@
+"""Protocol buffers; `python -m runtime.proto` makes the modules anew from conductor.proto."""
