@@ -33,6 +33,7 @@ _CONTRACT = (
 _SOURCES = {
     "envs": (*_CONTRACT, "envs/kernel/*.py"),
     "policies": (*_CONTRACT, "policies/routers.py", "policies/early_rejection.py"),
+    "runtime": (*_CONTRACT, "runtime/kernel/*.py"),
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
