@@ -1,0 +1,739 @@
+"""The endpoint picker (EPP) of Envoy's external processing protocol: one gRPC stream for each HTTP request.
+
+Contract: the Endpoint Picker Protocol 1.0.0 of the Gateway API Inference Extension (docs/proposals/004), with the
+headers llm-d gave it. What happens on a stream:
+
+    Envoy                                       here
+    request headers, body chunks ..., end  ->   (reads all of it)  Scheduler.schedule
+                                           <-   request headers: where it goes;  the body again, in chunks;  trailers
+                                                or an immediate response: 400, 413, 429, 503
+    response headers, body ...             ->   only with `Options.observe_responses`; else the stream is closed, and
+                                                Envoy goes on without asking
+
+How the body comes is Envoy's configuration, which its first message tells. FULL_DUPLEX_STREAMED is the protocol's own;
+BUFFERED and BUFFERED_PARTIAL answer the headers before the body comes and the decision after. With STREAMED and NONE
+the headers must be decided on alone: the prompt's length is guessed from content-length, and nothing is known to be
+reusable.
+
+Headers read: x-request-id (made up where missing); x-llm-d-slo-ttft-ms and x-llm-d-slo-tpot-ms (old: x-slo-...),
+milliseconds; x-llm-d-inference-fairness-id (old: x-gateway-inference-fairness-id), the tenant; x-request-priority, an
+integer, or else x-llm-d-inference-objective, a name that `Options.objectives` gives a priority.
+
+Headers set: x-gateway-destination-endpoint, the decode worker and its fallbacks; x-prefiller-host-port, the prefill
+worker where it is another one; x-kv-cache-source-host-port, whom to fetch the prefix from. What a client sends under
+such a name is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+import orjson
+from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
+from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
+from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from envs.state import Source
+
+from . import openai_body
+from .request import Assignment, Reason, Rejection, Request, RequestError
+from .workers import Role, Worker
+
+SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
+DESTINATION = "x-gateway-destination-endpoint"
+DESTINATION_SERVED = "x-gateway-destination-endpoint-served"
+SUBSET_NAMESPACE = "envoy.lb.subset_hint"
+SUBSET = "x-gateway-destination-endpoint-subset"
+METADATA_NAMESPACE = "envoy.lb"
+PREFILLER = "x-prefiller-host-port"
+PREFIX_HOLDER = "x-kv-cache-source-host-port"
+DROPPED_REASON = "x-llm-d-request-dropped-reason"
+REQUEST_ID = "x-request-id"
+CONTROL_HEADERS = ("x-gateway-", "x-prefiller-", "x-encoder-", "x-data-parallel-", "x-kv-cache-source-")
+CHUNK_BYTES = 62_000  # of a body sent back; the protocol's limit is 64 KiB for the whole message
+
+_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  (its stubs have none)
+_log = logging.getLogger(__name__)
+_OVERWRITE = 2  # HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
+_MODE = processing_mode_pb2.ProcessingMode
+_BY_HEADERS = (_MODE.NONE, _MODE.STREAMED)  # body modes in which the headers must be answered for good
+_TOKENS_IN_USAGE = re.compile(rb'"(?:completion|output)_tokens"\s*:\s*(\d+)')
+_TAIL_BYTES = 2048  # of a response, in which its token usage is looked for
+
+
+class Scheduler(Protocol):
+    """Who decides. All calls return at once."""
+
+    def schedule(self, request: Request) -> Assignment | Rejection:
+        """Decide, and reserve."""
+
+    def release(self, request_id: str) -> None:
+        """End a reservation: nothing of the request reached a worker. Unknown ids are ignored."""
+
+    def served(self, request_id: str, address: str) -> None:
+        """Which endpoint really served; it may have been a fallback."""
+
+    def finished(
+        self, request_id: str, *, output_tokens: int | None, ttft_s: float | None, tbt_s: float | None
+    ) -> None:
+        """The response has ended, or been cut; what is not known of it is None."""
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All workers that are up."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether no new requests are to be taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How the endpoint picker behaves.
+
+    Args:
+        observe_responses: keep streams open for the response, to report what became of requests. Costs a message for
+            every chunk of a response where Envoy is configured to send them.
+        response_bodies: of observed responses, look at the bodies too. Without, Envoy is asked (mode_override) to
+            send headers only, and the end of a response stays unknown.
+        fallbacks: how many further endpoints may follow the first. Envoy's ORIGINAL_DST clusters take only one.
+        max_body_bytes: larger request bodies are answered with 413.
+        max_streams: streams open at the same time; those above are answered with 503.
+        base_models: names that are no LoRA adapter; empty: none is.
+        objectives: priorities by the name in x-llm-d-inference-objective.
+    """
+
+    observe_responses: bool = False
+    response_bodies: bool = False
+    fallbacks: int = 3
+    max_body_bytes: int = 16 << 20
+    max_streams: int = 4096
+    base_models: frozenset[str] = frozenset()
+    objectives: Mapping[str, int] = field(default_factory=dict)
+
+
+class _Drop(Exception):
+    """The request gets an immediate response."""
+
+    def __init__(self, status: int, message: str, reason: Reason | None = None, retry_after_s: float = 0.0) -> None:
+        super().__init__(message)
+        self.status = status
+        self.reason = reason
+        self.retry_after_s = retry_after_s
+
+
+class _ProtocolError(Exception):
+    """Envoy would never say this."""
+
+
+class _Gone(Exception):
+    """The other side has ended the stream."""
+
+
+class ExternalProcessor:
+    """The service, and what it has counted.
+
+    Attributes:
+        requests: streams on which request headers came. streams_open: now.
+        outcomes: how many were `routed` by a decision, `passed` to any worker (no prompt), `invalid` (400, 413),
+            dropped (by `Reason`), `cancelled` by their client before the answer, `failed` (500, a fault in here).
+        protocol_errors: streams ended for what came in no possible order, or could not be read.
+        answered, seconds: answers sent, and the time from a request's last byte to its answer, summed.
+        on_answer: called with the outcome and those seconds, for a histogram.
+    """
+
+    def __init__(self, scheduler: Scheduler, options: Options | None = None) -> None:
+        self.scheduler = scheduler
+        self.options = options or Options()
+        self.requests = 0
+        self.outcomes: Counter[str] = Counter()
+        self.protocol_errors = 0
+        self.streams_open = 0
+        self.answered = 0
+        self.seconds = 0.0
+        self.on_answer: Callable[[str, float], None] | None = None
+        self._turn = 0
+
+    async def process(self, _: Any, context: Any) -> None:
+        """One stream. Whatever goes wrong on it stays on it."""
+        self.streams_open += 1
+        try:
+            await _Stream(self, context).run()
+        except _ProtocolError as error:
+            self.protocol_errors += 1
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except _Gone:
+            pass
+        finally:
+            self.streams_open -= 1
+
+    def anyone(self, candidates: frozenset[str] | None) -> str:
+        """A worker for a request without a prompt: they take turns. "" where none may be chosen."""
+        addresses = [
+            worker.address
+            for worker in self.scheduler.workers
+            if worker.role != Role.PREFILL
+            and worker.address
+            and (candidates is None or worker.address in candidates)
+        ]
+        if not addresses:
+            return ""
+        self._turn += 1
+        return addresses[self._turn % len(addresses)]
+
+    def note(self, outcome: str, since: float) -> None:
+        """Count an answer that was sent."""
+        seconds = time.perf_counter() - since
+        self.outcomes[outcome] += 1
+        self.answered += 1
+        self.seconds += seconds
+        if self.on_answer is not None:
+            self.on_answer(outcome, seconds)
+
+
+class _Stream:
+    """One HTTP request."""
+
+    def __init__(self, processor: ExternalProcessor, context: Any) -> None:
+        self.processor = processor
+        self.scheduler = processor.scheduler
+        self.options = processor.options
+        self.context = context
+        self.headers: dict[str, str] = {}
+        self.mode = _MODE.FULL_DUPLEX_STREAMED
+        self.candidates: frozenset[str] | None = None
+        self.request_id = ""
+        self.reserved = False
+        self.responded = False  # the response came before the request had ended
+        self.since = time.perf_counter()
+
+    async def run(self) -> None:
+        message = await self.read()
+        kind = message.WhichOneof("request")
+        if kind != "request_headers":
+            raise _ProtocolError(f"the first message must be request_headers, found {kind or 'none'}")
+        if message.observability_mode:  # nobody waits for an answer
+            while True:
+                await self.read()
+        self.processor.requests += 1
+        try:
+            await self.answer(message)
+        except _Drop as drop:
+            await self.write(_immediate(drop, self.request_id))
+            self.processor.note(drop.reason or ("failed" if drop.status == 500 else "invalid"), self.since)
+            return
+        except _Gone:
+            self.processor.outcomes["cancelled"] += 1
+            raise
+        except asyncio.CancelledError:
+            self.processor.outcomes["cancelled"] += 1
+            raise
+        finally:
+            if self.reserved:  # the answer has not been sent
+                self.scheduler.release(self.request_id)
+        if self.options.observe_responses and self.request_id and not self.responded:
+            await _Response(self).run()
+
+    # ---- request ----
+
+    async def answer(self, message: Any) -> None:
+        """Read the request and say where it goes."""
+        self.read_headers(message)
+        if self.processor.streams_open > self.options.max_streams:
+            raise _Drop(503, f"more than {self.options.max_streams} requests at once", Reason.QUEUE_FULL, 1.0)
+        if self.scheduler.draining:
+            raise _Drop(503, "shutting down", Reason.SHUTTING_DOWN, 1.0)
+        path = self.headers.get(":path", "")
+        if message.request_headers.end_of_stream:
+            await self.write(self.passed("request_headers"))
+            self.sent()
+        elif self.mode in _BY_HEADERS:
+            kind = "request_headers"
+            inference = openai_body.is_inference(path)
+            await self.write(self.decided(kind, self.unread()) if inference else self.passed(kind))
+            self.sent()
+            if self.mode == _MODE.STREAMED and self.options.observe_responses:
+                await self.echo_request()
+        elif self.mode == _MODE.FULL_DUPLEX_STREAMED:
+            body, whole, trailers = await self.read_body()
+            if self.responded:
+                await self.write(_continue("response_headers"))
+                self.processor.outcomes["cancelled"] += 1
+                return
+            decision = self.decision(path, body, whole, "request_headers")
+            await self.write(decision)
+            await self.send_body(body, end=not trailers)
+            if trailers:
+                await self.write(_continue("request_trailers"))
+            self.sent()
+        elif self.mode in (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL):
+            await self.write(_continue("request_headers"))
+            message = await self.read_kind("request_body")
+            self.since = time.perf_counter()
+            self.read_metadata(message)
+            body = message.request_body.body
+            self.check_size(len(body))
+            # Trailers may follow a buffered body that is whole, hence only BUFFERED_PARTIAL can cut it.
+            whole = message.request_body.end_of_stream or self.mode == _MODE.BUFFERED
+            await self.write(self.decision(path, body, whole, "request_body"))
+            self.sent()
+        else:
+            raise _ProtocolError(f"request_body_mode {_MODE.BodySendMode.Name(self.mode)} is not supported")
+
+    def sent(self) -> None:
+        """The whole answer is on its way."""
+        self.processor.note("routed" if self.reserved else "passed", self.since)
+        self.reserved = False
+
+    def read_headers(self, message: Any) -> None:
+        if message.HasField("protocol_config"):
+            self.mode = message.protocol_config.request_body_mode
+        for header in message.request_headers.headers.headers:
+            value = header.raw_value
+            self.headers[header.key.lower()] = value.decode("utf-8", "replace") if value else header.value
+        self.read_metadata(message)
+        self.request_id = self.headers.get(REQUEST_ID) or str(uuid.uuid4())
+
+    def read_metadata(self, message: Any) -> None:
+        """The subset hint. Envoy sends it with every message; the first is as good as any."""
+        if self.candidates is not None or not message.HasField("metadata_context"):
+            return
+        hint = message.metadata_context.filter_metadata
+        if SUBSET_NAMESPACE not in hint or SUBSET not in hint[SUBSET_NAMESPACE].fields:
+            return
+        value = hint[SUBSET_NAMESPACE].fields[SUBSET]
+        texts = [value.string_value, *(item.string_value for item in value.list_value.values)]
+        self.candidates = frozenset(place.strip() for text in texts for place in text.split(",") if place.strip())
+
+    async def read_body(self) -> tuple[bytes, bool, bool]:
+        """All of a streamed body; whether it came to its end; whether trailers came after it."""
+        chunks: list[bytes] = []
+        size = 0
+        while True:
+            message = await self.read()
+            kind = message.WhichOneof("request")
+            if kind == "request_body":
+                self.read_metadata(message)
+                chunk = message.request_body.body
+                if chunk:
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self.check_size(size)
+                if message.request_body.end_of_stream or message.request_body.end_of_stream_without_message:
+                    break
+            elif kind == "request_trailers":
+                self.since = time.perf_counter()
+                return b"".join(chunks), True, True
+            elif kind == "response_headers":  # Envoy itself has answered, e.g. because the client was too slow
+                self.responded = True
+                return b"", False, False
+            else:
+                raise _ProtocolError(f"expected request_body or request_trailers, found {kind or 'none'}")
+        self.since = time.perf_counter()
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks), True, False
+
+    def check_size(self, size: int) -> None:
+        if size > self.options.max_body_bytes:
+            raise _Drop(413, f"the body is larger than {self.options.max_body_bytes} bytes")
+
+    async def send_body(self, body: bytes, *, end: bool) -> None:
+        """The body again, in chunks; the last says so where no trailers follow."""
+        size = len(body)
+        for start in range(0, size or end, CHUNK_BYTES):
+            stop = start + CHUNK_BYTES
+            message = ext_proc.ProcessingResponse()
+            streamed = message.request_body.response.body_mutation.streamed_response
+            streamed.body = body if size <= CHUNK_BYTES else body[start:stop]
+            streamed.end_of_stream = end and stop >= size
+            await self.write(message)
+
+    async def echo_request(self) -> None:
+        """Let the chunks of a STREAMED body through."""
+        while True:
+            message = await self.read()
+            kind = message.WhichOneof("request")
+            if kind == "request_body":
+                await self.write(_continue(kind))
+                if message.request_body.end_of_stream:
+                    return
+            elif kind == "request_trailers":
+                await self.write(_continue(kind))
+                return
+            elif kind == "response_headers":
+                self.responded = True
+                await self.write(_continue(kind))
+                return
+            else:
+                raise _ProtocolError(f"expected request_body or request_trailers, found {kind or 'none'}")
+
+    # ---- decision ----
+
+    def decision(self, path: str, body: bytes, whole: bool, kind: str) -> Any:
+        """The message that says where a request with this body goes."""
+        if not openai_body.is_inference(path):
+            return self.passed(kind)
+        if not whole or self.headers.get("content-encoding", "identity") != "identity":
+            return self.decided(kind, self.request(None, len(body)))
+        try:
+            asked = openai_body.parse(path, body)
+        except RequestError as error:
+            raise _Drop(400, str(error)) from None
+        return self.decided(kind, self.request(asked, len(body)))
+
+    def unread(self) -> Request:
+        """The request as far as its headers tell."""
+        length = self.headers.get("content-length", "")
+        size = int(length) if length.isascii() and length.isdigit() and len(length) < 16 else 0
+        self.check_size(size)
+        return self.request(None, size)
+
+    def request(self, asked: openai_body.Body | None, size: int) -> Request:
+        headers = self.headers
+        made = Request(
+            request_id=self.request_id,
+            input_tokens=max(1, size // openai_body.BYTES_PER_TOKEN),
+            ttft_slo_s=self.milliseconds("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
+            tbt_slo_s=self.milliseconds("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
+            tenant=headers.get("x-llm-d-inference-fairness-id") or headers.get("x-gateway-inference-fairness-id") or "",
+            priority=self.priority(),
+            candidates=self.candidates,
+            reported=self.options.observe_responses and self.options.response_bodies,
+        )
+        if asked is not None:
+            made.input_tokens = asked.input_tokens
+            if len(asked.tokens):
+                made.tokens = asked.tokens
+                made.namespace = namespace(asked, self.options.base_models)
+        return made
+
+    def milliseconds(self, *names: str) -> float | None:
+        for name in names:
+            text = self.headers.get(name)
+            if text is None:
+                continue
+            try:
+                value = float(text)
+            except ValueError:
+                value = math.nan
+            if not 0 < value < math.inf:
+                raise _Drop(400, f"{name}: expected a positive number of milliseconds, found {text[:40]!r}")
+            return value / 1000
+        return None
+
+    def priority(self) -> int:
+        text = self.headers.get("x-request-priority")
+        if text is None:
+            return self.options.objectives.get(self.headers.get("x-llm-d-inference-objective", ""), 0)
+        try:
+            value = int(text[:12])
+        except ValueError:
+            value = 1 << 31
+        if not -(1 << 31) <= value < 1 << 31 or len(text) > 12:
+            raise _Drop(400, f"x-request-priority: expected an integer of 32 bits, found {text[:40]!r}")
+        return value
+
+    def decided(self, kind: str, request: Request) -> Any:
+        """The message that says where the scheduler sends a request."""
+        if self.candidates is not None and not self.candidates:
+            raise _Drop(503, "the subset of endpoints to choose from is empty", Reason.NO_ENDPOINTS)
+        try:
+            answer = self.scheduler.schedule(request)
+        except RequestError as error:
+            raise _Drop(400, str(error)) from None
+        except Exception:
+            _log.exception("request %s could not be scheduled", self.request_id)
+            raise _Drop(500, "the scheduler has failed") from None
+        if isinstance(answer, Rejection):
+            raise _Drop(answer.reason.http_status, answer.message, answer.reason, answer.retry_after_s)
+        self.reserved = True
+        places = [answer.decode.address]
+        for _, decode in answer.fallbacks:
+            if len(places) > self.options.fallbacks:
+                break
+            allowed = self.candidates is None or decode.address in self.candidates
+            if allowed and decode.address and decode.address not in places:
+                places.append(decode.address)
+        if not places[0]:
+            raise _Drop(503, f"worker {answer.decode.id} has no address", Reason.NO_ENDPOINTS)
+        further = []
+        if answer.prefill.id != answer.decode.id and answer.prefill.address:
+            further.append((PREFILLER, answer.prefill.address))
+        if answer.source == Source.FETCH and answer.holder is not None and answer.holder.address:
+            further.append((PREFIX_HOLDER, answer.holder.address))
+        return self.routing(kind, ",".join(places), further)
+
+    def passed(self, kind: str) -> Any:
+        """The message that sends a request without a prompt to any worker."""
+        address = self.processor.anyone(self.candidates)
+        if not address:
+            raise _Drop(503, "no endpoint is available", Reason.NO_ENDPOINTS)
+        message = self.routing(kind, address, [])
+        self.request_id = ""  # nothing is known of it that could be reported
+        return message
+
+    def routing(self, kind: str, places: str, further: list[tuple[str, str]]) -> Any:
+        message = ext_proc.ProcessingResponse()
+        common = getattr(message, kind).response
+        common.clear_route_cache = True
+        mutation = common.header_mutation
+        _set(mutation, DESTINATION, places)
+        for name, value in further:
+            _set(mutation, name, value)
+        if self.headers.get(REQUEST_ID) != self.request_id:
+            _set(mutation, REQUEST_ID, self.request_id)
+        kept = {DESTINATION, *(name for name, _ in further)}
+        for name in self.headers:
+            if name.startswith(CONTROL_HEADERS) and name not in kept:
+                mutation.remove_headers.append(name)
+        message.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields[DESTINATION].string_value = places
+        if self.options.observe_responses and not self.options.response_bodies and kind == "request_headers":
+            message.mode_override.response_header_mode = _MODE.SEND
+            message.mode_override.request_body_mode = self.mode
+            message.mode_override.response_body_mode = _MODE.NONE
+            message.mode_override.response_trailer_mode = _MODE.SKIP
+        return message
+
+    # ---- messages ----
+
+    async def read(self) -> Any:
+        """The next message.
+
+        Raises:
+            _Gone: there is none. _ProtocolError: it is none.
+        """
+        message = await self.context.read()
+        if message is _EOF:
+            raise _Gone
+        if message is None:
+            raise _ProtocolError("not a ProcessingRequest")
+        return message
+
+    async def read_kind(self, wanted: str) -> Any:
+        message = await self.read()
+        kind = message.WhichOneof("request")
+        if kind != wanted:
+            raise _ProtocolError(f"expected {wanted}, found {kind or 'none'}")
+        return message
+
+    async def write(self, message: Any) -> None:
+        """Send a message.
+
+        Raises:
+            _Gone: the other side has ended the stream.
+        """
+        try:
+            await self.context.write(message)
+        except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
+            raise _Gone from error
+
+
+class _Response:
+    """The response to a routed request: let it through, and note what becomes of it."""
+
+    def __init__(self, stream: _Stream) -> None:
+        self.stream = stream
+        self.events = 0
+        self.tail = b""
+        self.first_s: float | None = None
+        self.last_s = 0.0
+        self.seen = False
+        self.ended = False
+
+    async def run(self) -> None:
+        try:
+            while not self.ended:
+                await self.one(await self.stream.read())
+        finally:
+            if self.seen or self.ended:
+                self.report()
+
+    async def one(self, message: Any) -> None:
+        kind = message.WhichOneof("request")
+        if kind == "response_headers":
+            if self.seen:
+                raise _ProtocolError("response_headers came twice")
+            self.seen = True
+            served = _served(message)
+            if served:
+                self.stream.scheduler.served(self.stream.request_id, served)
+            self.ended = message.response_headers.end_of_stream
+            await self.stream.write(_continue(kind))
+        elif kind == "response_body":
+            chunk = message.response_body.body
+            self.look(chunk)
+            self.ended = message.response_body.end_of_stream
+            answer = ext_proc.ProcessingResponse()
+            streamed = answer.response_body.response.body_mutation.streamed_response
+            streamed.body = chunk
+            streamed.end_of_stream = self.ended
+            await self.stream.write(answer)
+        elif kind == "response_trailers":
+            self.ended = True
+            await self.stream.write(_continue(kind))
+        else:
+            raise _ProtocolError(f"expected a part of the response, found {kind or 'none'}")
+
+    def look(self, chunk: bytes) -> None:
+        if not chunk:
+            return
+        self.last_s = time.perf_counter()
+        if self.first_s is None:
+            self.first_s = self.last_s
+        self.events += chunk.count(b"data:")
+        self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
+
+    def report(self) -> None:
+        if not self.stream.options.response_bodies:
+            return
+        tokens = self.events - self.tail.count(b"data: [DONE]") if self.events else None
+        for found in _TOKENS_IN_USAGE.finditer(self.tail):
+            tokens = int(found[1])
+        ttft = tbt = None
+        if self.events and self.first_s is not None:  # a response in one piece does not tell when its tokens came
+            ttft = self.first_s - self.stream.since
+            if tokens is not None and tokens > 1:
+                tbt = (self.last_s - self.first_s) / (tokens - 1)
+        self.stream.scheduler.finished(self.stream.request_id, output_tokens=tokens, ttft_s=ttft, tbt_s=tbt)
+
+
+def namespace(asked: openai_body.Body, base_models: frozenset[str]) -> str:
+    """What cached prefixes of this request are told apart by: LoRA adapter, cache salt, text instead of token ids."""
+    adapter = asked.model if base_models and asked.model not in base_models else ""
+    if asked.text:
+        adapter = f"text:{asked.model}"
+    return f"{adapter}\0{asked.cache_salt}" if asked.cache_salt else adapter
+
+
+def _served(message: Any) -> str:
+    metadata = message.metadata_context.filter_metadata
+    if METADATA_NAMESPACE not in metadata or DESTINATION_SERVED not in metadata[METADATA_NAMESPACE].fields:
+        return ""
+    return str(metadata[METADATA_NAMESPACE].fields[DESTINATION_SERVED].string_value)
+
+
+def _set(mutation: Any, name: str, value: str) -> None:
+    option = mutation.set_headers.add()
+    option.header.key = name
+    option.header.raw_value = value.encode()
+    option.append_action = _OVERWRITE
+
+
+def _continue(kind: str) -> Any:
+    """Go on, nothing changes."""
+    message = ext_proc.ProcessingResponse()
+    getattr(message, kind).SetInParent()
+    return message
+
+
+_ERROR_CODES = {413: "body_too_large", 500: "internal"}
+_ERROR_TYPES = {429: "rate_limit_error", 500: "internal_error", 503: "service_unavailable"}
+
+
+def _immediate(drop: _Drop, request_id: str) -> Any:
+    message = ext_proc.ProcessingResponse()
+    answer = message.immediate_response
+    answer.status.code = drop.status
+    code = drop.reason.value if drop.reason else _ERROR_CODES.get(drop.status, "invalid_request")
+    error = {"message": str(drop), "type": _ERROR_TYPES.get(drop.status, "invalid_request_error"), "code": code}
+    answer.body = orjson.dumps({"error": error})
+    answer.details = code.replace("-", "_")
+    _set(answer.headers, "content-type", "application/json")
+    if request_id:
+        _set(answer.headers, REQUEST_ID, request_id)
+    if drop.reason:
+        _set(answer.headers, DROPPED_REASON, drop.reason.value)
+    if drop.status == 429 or drop.retry_after_s > 0:
+        after = drop.retry_after_s if math.isfinite(drop.retry_after_s) else 1.0
+        _set(answer.headers, "retry-after", str(max(1, math.ceil(after))))
+    return message
+
+
+# ---- server ----
+
+
+class Health(health_pb2_grpc.HealthServicer):
+    """grpc.health.v1: serving unless the scheduler drains; "liveness" always. It is asked, so it never lags behind."""
+
+    POLL_S = 0.2
+
+    def __init__(self, scheduler: Scheduler, services: Iterable[str] = ()) -> None:
+        self.scheduler = scheduler
+        self.services = {"", "readiness", SERVICE, *services}
+
+    def status(self, service: str) -> int | None:
+        if service == "liveness":
+            return int(health_pb2.HealthCheckResponse.SERVING)
+        if service not in self.services:
+            return None
+        answer = health_pb2.HealthCheckResponse
+        return int(answer.NOT_SERVING if self.scheduler.draining else answer.SERVING)
+
+    async def Check(self, request: Any, context: Any) -> Any:
+        status = self.status(request.service)
+        if status is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"no service {request.service[:80]!r}")
+        return health_pb2.HealthCheckResponse(status=status)
+
+    async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            status = self.status(request.service)
+            if status is None:
+                status = int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
+            if status != last:
+                yield health_pb2.HealthCheckResponse(status=status)
+                last = status
+            await asyncio.sleep(self.POLL_S)
+
+
+def add_to_server(
+    server: grpc.aio.Server, scheduler: Scheduler, *, options: Options | None = None
+) -> ExternalProcessor:
+    """Make a server an endpoint picker; it should have been made with `server_options`."""
+    processor = ExternalProcessor(scheduler, options)
+    handler = grpc.stream_stream_rpc_method_handler(
+        processor.process,
+        request_deserializer=_parsed,
+        response_serializer=ext_proc.ProcessingResponse.SerializeToString,
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
+    return processor
+
+
+def add_health(server: grpc.aio.Server, scheduler: Scheduler, *, services: Iterable[str] = ()) -> Health:
+    """Add the health service; `services` are further names that go with readiness."""
+    health = Health(scheduler, services)
+    health_pb2_grpc.add_HealthServicer_to_server(health, server)
+    return health
+
+
+def server_options(options: Options | None = None) -> list[tuple[str, int]]:
+    """gRPC options a server needs to take the largest body in one message, and to find out dead connections."""
+    largest = (options or Options()).max_body_bytes + (1 << 20)
+    return [
+        ("grpc.max_receive_message_length", largest),
+        ("grpc.max_send_message_length", largest),
+        ("grpc.max_metadata_size", 64 << 10),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.so_reuseport", 0),
+    ]
+
+
+def _parsed(data: bytes) -> Any:
+    """A message, or None where it is none: then the stream can say so, instead of failing without a word."""
+    try:
+        return ext_proc.ProcessingRequest.FromString(data)
+    except DecodeError:
+        return None
