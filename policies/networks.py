@@ -24,18 +24,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as functional
 from numpy.typing import NDArray
 from sb3_contrib.common.maskable.distributions import MaskableDistribution
 from sb3_contrib.common.maskable.policies import MaskableActorCriticPolicy
 from stable_baselines3.common.torch_layers import CombinedExtractor
 from torch import Tensor, nn
 
-from envs.state import (
-    CLUSTER_FEATURES,
-    DECODE_FEATURES,
-    PREFILL_FEATURES,
-    REQUEST_FEATURES,
-)
+from envs.state import CLUSTER_FEATURES, DECODE_FEATURES, REQUEST_FEATURES
 
 Tables = Mapping[str, Tensor]
 
@@ -47,138 +43,183 @@ NO_ROOM = 12.0  # logits off for a decode instance without KV room for the reque
 MASKED = -1e8
 LARGEST = 1e9  # of any feature: that of envs.kernel.replay
 LARGEST_SCALED = 10.0
-CONTEXT, PREFILL, DECODE = 9, 13, 11  # numbers of scaled features
+
+# Each scaled feature is a column over a number or over another column, squashed. A decode instance's `capacity` is
+# free + kv + pending tokens + (batch + pending requests) * expected output.
+Ratio = tuple[str, float | str]
+OF_CONTEXT: tuple[Ratio, ...] = (
+    ("input_tokens", 1000.0),
+    ("best_tokens", "input_tokens"),
+    ("since_last_arrival_s", "ttft_slo_s"),  # times prefill instances
+    ("arrival_rate", 1.0),  # per prefill instance
+    ("in_flight", 1.0),  # per decode instance
+    ("expected_output_tokens", 100.0),
+    ("expected_decode_s", "ttft_slo_s"),
+    ("prefill_load", 1.0),
+    ("decode_load_forecast", 1.0),
+)
+OF_PREFILL: tuple[Ratio, ...] = (
+    ("queue_s", "ttft_slo_s"),
+    ("queue_requests", 1.0),
+    ("local_tokens", "input_tokens"),
+    ("device_tokens", "input_tokens"),
+    ("fetch_tokens", "input_tokens"),
+    ("fetch_s", "ttft_slo_s"),
+    ("ttft_local_s", "ttft_slo_s"),
+    ("ttft_fetch_s", "ttft_slo_s"),
+    ("ttft_recompute_s", "ttft_slo_s"),
+    ("tx_used_share", 1.0),
+    ("rx_used_share", 1.0),
+    ("host_used_share", 1.0),
+    ("device_used_share", 1.0),
+)
+OF_DECODE: tuple[Ratio, ...] = (
+    ("batch", 10.0),
+    ("kv_tokens", "capacity"),
+    ("free_tokens", "capacity"),
+    ("pending_requests", 10.0),
+    ("pending_tokens", "capacity"),
+    ("waiting_requests", 1.0),
+    ("input_tokens", "capacity"),
+    ("tbt_now_s", "tbt_slo_s"),
+    ("tbt_assigned_s", "tbt_slo_s"),
+    ("tbt_at_join_s", "tbt_slo_s"),
+    ("rx_used_share", 1.0),
+)
+CONTEXT, PREFILL, DECODE = len(OF_CONTEXT), len(OF_PREFILL), len(OF_DECODE)
+LEAST = {"input_tokens": 1.0, "ttft_slo_s": 1e-6, "tbt_slo_s": 1e-6, "expected_output_tokens": 0.0, "capacity": 1.0}
+
+# The same as tensors. Everything that depends on the request and the cluster alone is one product with a matrix of
+# zeros and ones: a decision takes as long as it has operations, whatever their size.
+_KNOWN = (*(REQUEST_FEATURES.names or ()), *(CLUSTER_FEATURES.names or ()))  # request and cluster side by side
+_DECODE = DECODE_FEATURES.names or ()
+_LEAST = torch.tensor([LEAST.get(name, -LARGEST) for name in _KNOWN])
+_PER_REQUEST = (CONTEXT, CONTEXT)  # numerators, divisors
+_PER_INSTANCE = (PREFILL, DECODE, len(_DECODE), 1, 1)  # divisors, divisors, what of a row is capacity, need, input
+
+
+def _row(*terms: float | str) -> list[float]:
+    """Weights of the known columns, and a constant, whose sum is wanted."""
+    constant = sum(term for term in terms if isinstance(term, float))
+    return [*(float(name in terms) for name in _KNOWN), constant]
+
+
+def _held(name: str) -> list[float]:
+    """By what a column of a decode instance counts into its capacity."""
+    if name in ("batch", "pending_requests"):
+        return _row("expected_output_tokens")
+    return _row(float(name in ("free_tokens", "kv_tokens", "pending_tokens")))
+
+
+_ROWS = [
+    *(_row(numerator) for numerator, _ in OF_CONTEXT),
+    *(_row(divisor) for _, divisor in (*OF_CONTEXT, *OF_PREFILL, *OF_DECODE)),
+    *(_held(name) for name in _DECODE),
+    _row("input_tokens", "expected_output_tokens"),
+    _row("input_tokens"),
+]
+_SELECT, _CONSTANT = torch.tensor(_ROWS)[:, :-1], torch.tensor(_ROWS)[:, -1]
+_DECODE_COLUMNS = torch.tensor([_DECODE.index(name) if name in _DECODE else 0 for name, _ in OF_DECODE])
+_OF_INPUT = torch.tensor([name == "input_tokens" for name, _ in OF_DECODE])
+_OVER_CAPACITY = torch.tensor([divisor == "capacity" for _, divisor in OF_DECODE])
+_TIMES_PREFILLS, _PER_PREFILL, _PER_DECODE = (
+    torch.tensor([float(name == counted) for name, _ in OF_CONTEXT])
+    for counted in ("since_last_arrival_s", "arrival_rate", "in_flight")
+)
+_TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
+_TTFT = [name for name, _ in OF_PREFILL].index("ttft_local_s")  # and the two after it
+_TBT = [name for name, _ in OF_DECODE].index("tbt_assigned_s")
+_FREE = _DECODE.index("free_tokens")
 
 
 class Scaled(NamedTuple):
-    """Scaled features of B observations."""
+    """Scaled features of B observations, and what the prior needs."""
 
     context: Tensor  # [B, CONTEXT], the request and the cluster
     prefill: Tensor  # [B, P, PREFILL]
     decode: Tensor  # [B, D, DECODE]
+    ttft: Tensor  # [B, P, 3], predicted, in SLOs, per source
+    tbt: Tensor  # [B, D, 1], predicted, in SLOs
+    no_room: Tensor  # bool[B, D, 1], for the KV of the request
 
 
 class Prior(NamedTuple):
     """Logits that follow from the predictions alone."""
 
-    reject: Tensor  # [B]
+    reject: Tensor  # [B, 1, 1]
     prefill: Tensor  # [B, P, 3], per source
-    decode: Tensor  # [B, D]
+    decode: Tensor  # [B, D, 1]
 
 
-def _columns(table: Tensor, features: np.dtype) -> dict[str, Tensor]:
-    """The columns of a table by name, cut to +-LARGEST as in the environment; NaN counts as 0."""
-    clean = torch.nan_to_num(table, nan=0.0).clamp(-LARGEST, LARGEST)
-    return dict(zip(features.names or (), clean.unbind(-1), strict=True))
+def clean(tables: Tables) -> dict[str, Tensor]:
+    """Cut to +-LARGEST as in the environment; NaN counts as 0."""
+    return {
+        name: table.masked_fill(table.isnan(), 0.0).clamp(-LARGEST, LARGEST)
+        for name, table in tables.items()
+    }
 
 
-def _squash(columns: list[Tensor]) -> Tensor:
-    x = torch.stack(columns, -1)
+def _squash(x: Tensor) -> Tensor:
     return (x.sign() * x.abs().log1p()).clamp(-LARGEST_SCALED, LARGEST_SCALED)
 
 
+def _multiple(slos: Tensor) -> Tensor:
+    """Times in SLOs: linear up to 2, logarithmic beyond, which keeps their order."""
+    return slos.clamp(0.0, 2.0) + torch.log(slos.clamp(min=2.0) / 2.0)
+
+
 def scale(tables: Tables) -> Scaled:
-    """Tables in physical units -> features of a few units (see the module's docstring)."""
-    request = _columns(tables["request"], REQUEST_FEATURES)
-    prefill = _columns(tables["prefill"], PREFILL_FEATURES)
-    decode = _columns(tables["decode"], DECODE_FEATURES)
-    cluster = _columns(tables["cluster"], CLUSTER_FEATURES)
-    prefills, decodes = tables["prefill"].shape[1], tables["decode"].shape[1]
-    tokens = request["input_tokens"].clamp(min=1.0)
-    ttft_slo_s = request["ttft_slo_s"].clamp(min=1e-6)
-    tbt_slo_s = request["tbt_slo_s"].clamp(min=1e-6)
-    output_tokens = cluster["expected_output_tokens"].clamp(min=0.0)
+    """Tables in physical units -> features of a few units (see the module's docstring).
 
-    context = _squash(
-        [
-            tokens / 1000.0,
-            request["best_tokens"] / tokens,
-            request["since_last_arrival_s"] * prefills / ttft_slo_s,
-            cluster["arrival_rate"] / prefills,
-            cluster["in_flight"] / decodes,
-            output_tokens / 100.0,
-            cluster["expected_decode_s"] / ttft_slo_s,
-            cluster["prefill_load"],
-            cluster["decode_load_forecast"],
-        ]
-    )
-    n, ttft = tokens[:, None], ttft_slo_s[:, None]
-    of_prefill = _squash(
-        [
-            prefill["queue_s"] / ttft,
-            prefill["queue_requests"],
-            prefill["local_tokens"] / n,
-            prefill["device_tokens"] / n,
-            prefill["fetch_tokens"] / n,
-            prefill["fetch_s"] / ttft,
-            prefill["ttft_local_s"] / ttft,
-            prefill["ttft_fetch_s"] / ttft,
-            prefill["ttft_recompute_s"] / ttft,
-            prefill["tx_used_share"],
-            prefill["rx_used_share"],
-            prefill["host_used_share"],
-            prefill["device_used_share"],
-        ]
-    )
+    Args:
+        tables: as `clean` leaves them.
+    """
+    prefill, decode = tables["prefill"], tables["decode"]
+    prefills, decodes = prefill.shape[1], decode.shape[1]
+
+    def on_device(constant: Tensor) -> Tensor:
+        return constant.to(prefill.device)
+
+    known = torch.maximum(torch.cat([tables["request"], tables["cluster"]], 1), on_device(_LEAST))
+    selected = functional.linear(known, on_device(_SELECT), on_device(_CONSTANT))
+    *of_request, of_instance = selected.split([*_PER_REQUEST, sum(_PER_INSTANCE)], 1)
+    of_prefill, of_decode, held, need, tokens = of_instance[:, None].split(_PER_INSTANCE, 2)
+
+    times = on_device(_TOTAL) + on_device(_TIMES_PREFILLS) * prefills
+    times = times + on_device(_PER_PREFILL) / prefills + on_device(_PER_DECODE) / decodes
+    context = of_request[0] / of_request[1] * times
+    of_each_prefill = prefill / of_prefill
     # free = capacity - kv - pending - (batch + pending requests) * expected output
-    owed = (decode["batch"] + decode["pending_requests"]) * output_tokens[:, None]
-    capacity = decode["free_tokens"] + decode["kv_tokens"] + decode["pending_tokens"] + owed
-    capacity = capacity.clamp(min=1.0)
-    tbt = tbt_slo_s[:, None]
-    of_decode = _squash(
-        [
-            decode["batch"] / 10.0,
-            decode["kv_tokens"] / capacity,
-            decode["free_tokens"] / capacity,
-            decode["pending_requests"] / 10.0,
-            decode["pending_tokens"] / capacity,
-            decode["waiting_requests"],
-            n / capacity,
-            decode["tbt_now_s"] / tbt,
-            decode["tbt_assigned_s"] / tbt,
-            decode["tbt_at_join_s"] / tbt,
-            decode["rx_used_share"],
-        ]
+    capacity = (decode @ held.transpose(1, 2)).clamp(min=LEAST["capacity"])
+    of_decode = torch.where(on_device(_OVER_CAPACITY), capacity, of_decode)
+    columns = decode.index_select(2, on_device(_DECODE_COLUMNS))
+    of_each_decode = torch.where(on_device(_OF_INPUT), tokens, columns) / of_decode
+    return Scaled(
+        _squash(context),
+        _squash(of_each_prefill),
+        _squash(of_each_decode),
+        _multiple(of_each_prefill[:, :, _TTFT : _TTFT + 3]),
+        _multiple(of_each_decode[:, :, _TBT : _TBT + 1]),
+        decode[:, :, _FREE : _FREE + 1] < need,
     )
-    return Scaled(context, of_prefill, of_decode)
 
 
-def _multiple(times_s: Tensor, slo_s: Tensor) -> Tensor:
-    """Times as multiples of an SLO: linear up to 2, logarithmic beyond, which keeps their order."""
-    ratio = (times_s / slo_s.clamp(min=1e-6)).clamp(min=0.0)
-    return torch.where(ratio > 2.0, 2.0 + torch.log(ratio.clamp(min=2.0) / 2.0), ratio)
-
-
-def prior(tables: Tables, sources: Tensor, decode_up: Tensor) -> Prior:
+def prior(x: Scaled, sources: Tensor, decode_up: Tensor) -> Prior:
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
     TBT of that pair, in SLOs, is above 1.
 
     Args:
-        sources: bool[B, P, 3], which sources are valid where. decode_up: bool[B, D].
+        sources: bool[B, P, 3], which sources are valid where. decode_up: bool[B, D, 1].
     """
-    request = _columns(tables["request"], REQUEST_FEATURES)
-    prefill = _columns(tables["prefill"], PREFILL_FEATURES)
-    decode = _columns(tables["decode"], DECODE_FEATURES)
-    cluster = _columns(tables["cluster"], CLUSTER_FEATURES)
-    ttft_s = torch.stack(
-        [prefill["ttft_local_s"], prefill["ttft_fetch_s"], prefill["ttft_recompute_s"]], -1
-    )
-    ttft = _multiple(ttft_s, request["ttft_slo_s"][:, None, None])
-    tbt = _multiple(decode["tbt_assigned_s"], request["tbt_slo_s"][:, None])
-    need = request["input_tokens"] + cluster["expected_output_tokens"]
-    no_room = (decode["free_tokens"] < need[:, None]).to(tbt.dtype)
-    of_prefill = -TTFT_WEIGHT * ttft
-    of_decode = -TBT_WEIGHT * tbt - NO_ROOM * no_room
-
-    best_prefill, source = of_prefill.masked_fill(~sources, MASKED).flatten(1).max(1)
-    best_decode, instance = of_decode.masked_fill(~decode_up, MASKED).max(1)
-    load = torch.maximum(
-        ttft.flatten(1).gather(1, source[:, None])[:, 0], tbt.gather(1, instance[:, None])[:, 0]
-    )
-    reject = (REJECT_WEIGHT * (load - 1.0)).clamp(-MOST_REJECT, MOST_REJECT)
-    return Prior(reject, of_prefill - best_prefill[:, None, None], of_decode - best_decode[:, None])
+    of_prefill = TTFT_WEIGHT * x.ttft
+    of_decode = TBT_WEIGHT * x.tbt + torch.where(x.no_room, NO_ROOM, 0.0)
+    least_prefill = torch.where(sources, of_prefill, -MASKED).amin((1, 2), keepdim=True)
+    least_decode, instance = torch.where(decode_up, of_decode, -MASKED).min(1, keepdim=True)
+    ttft, tbt = least_prefill / TTFT_WEIGHT, x.tbt.gather(1, instance)
+    reject = (REJECT_WEIGHT * (torch.maximum(ttft, tbt) - 1.0)).clamp(-MOST_REJECT, MOST_REJECT)
+    return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
 
 
 def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -> Tensor:
@@ -191,11 +232,18 @@ def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -
 def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
     """Over the instances that are up; 0 where none is.
 
-    `instances` [B, N, F] >= 0, `up` bool[B, N] -> two [B, F].
+    `instances` [B, N, F] >= 0, `up` [B, N, 1], 1 or 0 -> two [B, F].
     """
-    weights = up.to(instances.dtype)[:, :, None]
-    weighted = instances * weights
-    return [weighted.sum(1) / weights.sum(1).clamp(min=1.0), weighted.amax(1)]
+    weighted = instances * up
+    return [weighted.sum(1) / up.sum(1).clamp(min=1.0), weighted.amax(1)]
+
+
+def _side_by_side(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+    """What several layers make of the same x [B, F], each [B, 1, its outputs], as one product."""
+    weights = torch.cat([layer.weight for layer in layers])
+    biases = torch.cat([layer.bias for layer in layers])
+    made = functional.linear(x, weights, biases)[:, None]
+    return made.split([layer.out_features for layer in layers], 2)
 
 
 class SetScorer(nn.Module):
@@ -227,26 +275,36 @@ class SetScorer(nn.Module):
         Args:
             tables: `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7].
             masks: bool[B, 1 + P D 3]; None: everything is valid.
-            scaled: `scale(tables)`, where that is known already.
+            scaled: `scale(clean(tables))`, where that is known already.
         """
         batch, prefills, _ = tables["prefill"].shape
         decodes = tables["decode"].shape[1]
-        allowed = split_masks(masks, prefills, decodes, batch).to(tables["prefill"].device)
-        sources, decode_up = allowed.any(2), allowed.any(3).any(1)
-        base = prior(tables, sources, decode_up)
-        x = scale(tables) if scaled is None else scaled
-        p = torch.relu_(self.prefill(x.prefill) + self.prefill_context(x.context)[:, None])
-        d = torch.relu_(self.decode(x.decode) + self.decode_context(x.context)[:, None])
-        pools = [*_mean_and_max(p, sources.any(2)), *_mean_and_max(d, decode_up), x.context]
-        pool = torch.relu_(self.pool(torch.cat(pools, 1)))
-        p = torch.relu_(self.prefill_score(p) + self.prefill_pool(pool)[:, None])
-        d = torch.relu_(self.decode_score(d) + self.decode_pool(pool)[:, None])
+        x = scale(clean(tables)) if scaled is None else scaled
+        allowed = split_masks(masks, prefills, decodes, batch).to(x.prefill.device)
+        valid = allowed.to(x.prefill.dtype)
+        sources, decode_up = valid.amax(2), valid.amax((1, 3))[:, :, None]
+        base = prior(x, sources > 0, decode_up > 0)
+
+        context = functional.linear(
+            x.context,
+            torch.cat([self.prefill_context.weight, self.decode_context.weight]),
+            torch.cat([self.prefill.bias, self.decode.bias]),
+        )
+        of_prefill, of_decode = context[:, None].chunk(2, 2)
+        p = torch.relu_(functional.linear(x.prefill, self.prefill.weight) + of_prefill)
+        d = torch.relu_(functional.linear(x.decode, self.decode.weight) + of_decode)
+        pools = [*_mean_and_max(p, sources.amax(2, keepdim=True)), *_mean_and_max(d, decode_up)]
+        pool = torch.relu_(self.pool(torch.cat([*pools, x.context], 1)))
+        of_prefill, of_decode, reject = _side_by_side(
+            pool, self.prefill_pool, self.decode_pool, self.reject_head
+        )
+        p = torch.relu_(self.prefill_score(p) + of_prefill)
+        d = torch.relu_(self.decode_score(d) + of_decode)
         of_prefill = base.prefill + self.prefill_head(p)  # [B, P, 3]
-        of_decode = base.decode + self.decode_head(d)[..., 0]  # [B, D]
-        reject = base.reject + self.reject_head(pool)[:, 0]
-        pairs = of_prefill[:, :, None, :] + of_decode[:, None, :, None]
-        pairs = pairs.masked_fill(~allowed, MASKED)
-        return torch.cat([reject[:, None], pairs.flatten(1)], 1)
+        of_decode = base.decode + self.decode_head(d)  # [B, D, 1]
+        pairs = of_prefill[:, :, None] + of_decode[:, None]
+        pairs = torch.where(allowed, pairs, MASKED)
+        return torch.cat([(base.reject + reject)[:, 0], pairs.flatten(1)], 1)
 
 
 class SetCritic(nn.Module):
@@ -321,7 +379,7 @@ class SetPolicy(MaskableActorCriticPolicy):
         self, obs: Any, deterministic: bool = False, action_masks: NDArray[np.bool_] | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Actions [B], values [B, 1] and log-probabilities [B]."""
-        scaled = scale(obs)
+        scaled = scale(clean(obs))
         log_probs = torch.log_softmax(self._logits(obs, action_masks, scaled), 1)
         if deterministic:
             actions = log_probs.argmax(1)
@@ -333,7 +391,7 @@ class SetPolicy(MaskableActorCriticPolicy):
         self, obs: Any, actions: Tensor, action_masks: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Values [B, 1], log-probabilities of `actions` [B], entropies [B]."""
-        scaled = scale(obs)
+        scaled = scale(clean(obs))
         log_probs = torch.log_softmax(self._logits(obs, action_masks, scaled), 1)
         entropy = -(log_probs.exp() * log_probs).sum(1)  # masked ones: 0 * -1e8
         chosen = log_probs.gather(1, actions.long().reshape(-1, 1))[:, 0]
@@ -350,5 +408,5 @@ class SetPolicy(MaskableActorCriticPolicy):
         return distribution
 
     def predict_values(self, obs: Any) -> Tensor:
-        values: Tensor = self.critic(scale(obs))
+        values: Tensor = self.critic(scale(clean(obs)))
         return values
