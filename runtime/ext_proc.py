@@ -48,7 +48,7 @@ from envs.state import Source
 
 from . import openai_body
 from .request import Assignment, Reason, Rejection, Request, RequestError
-from .workers import Role, Worker
+from .workers import Worker
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 DESTINATION = "x-gateway-destination-endpoint"
@@ -89,9 +89,12 @@ class Scheduler(Protocol):
     ) -> None:
         """The response has ended, or been cut; what is not known of it is None."""
 
+    def any_decode(self, candidates: frozenset[str] | None = None) -> Worker | None:
+        """Some worker for what has no prompt, in turn; None where none of the candidates is up."""
+
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """All workers that are up."""
+        """All workers, up or not."""
 
     @property
     def draining(self) -> bool:
@@ -103,11 +106,12 @@ class Options:
     """How the endpoint picker behaves.
 
     Args:
-        observe_responses: keep streams open for the response, to report what became of requests. Costs a message for
-            every chunk of a response where Envoy is configured to send them.
-        response_bodies: of observed responses, look at the bodies too. Without, Envoy is asked (mode_override) to
-            send headers only, and the end of a response stays unknown.
-        fallbacks: how many further endpoints may follow the first. Envoy's ORIGINAL_DST clusters take only one.
+        observe_responses: keep streams open for the response, to report what became of requests. Envoy must be
+            configured to send response headers. Costs a message for every chunk of a response that is sent.
+        response_bodies: of observed responses, look at the bodies too. Without, Envoy is asked to send the headers
+            only (see `_Stream.ask_for_less`), and the end of a response stays unknown.
+        fallbacks: how many further endpoints may follow the first. 0, as an ORIGINAL_DST cluster of Envoy takes one
+            address and answers 503 to a list; deploy/envoy.yaml has a cluster that takes lists.
         max_body_bytes: larger request bodies are answered with 413.
         max_streams: streams open at the same time; those above are answered with 503.
         base_models: names that are no LoRA adapter; empty: none is.
@@ -116,7 +120,7 @@ class Options:
 
     observe_responses: bool = False
     response_bodies: bool = False
-    fallbacks: int = 3
+    fallbacks: int = 0
     max_body_bytes: int = 16 << 20
     max_streams: int = 4096
     base_models: frozenset[str] = frozenset()
@@ -148,6 +152,7 @@ class ExternalProcessor:
         requests: streams on which request headers came. streams_open: now.
         outcomes: how many were `routed` by a decision, `passed` to any worker (no prompt), `invalid` (400, 413),
             dropped (by `Reason`), `cancelled` by their client before the answer, `failed` (500, a fault in here).
+        responses: by HTTP status, of those observed.
         protocol_errors: streams ended for what came in no possible order, or could not be read.
         answered, seconds: answers sent, and the time from a request's last byte to its answer, summed.
         on_answer: called with the outcome and those seconds, for a histogram.
@@ -158,12 +163,12 @@ class ExternalProcessor:
         self.options = options or Options()
         self.requests = 0
         self.outcomes: Counter[str] = Counter()
+        self.responses: Counter[str] = Counter()
         self.protocol_errors = 0
         self.streams_open = 0
         self.answered = 0
         self.seconds = 0.0
         self.on_answer: Callable[[str, float], None] | None = None
-        self._turn = 0
 
     async def process(self, _: Any, context: Any) -> None:
         """One stream. Whatever goes wrong on it stays on it."""
@@ -177,20 +182,6 @@ class ExternalProcessor:
             pass
         finally:
             self.streams_open -= 1
-
-    def anyone(self, candidates: frozenset[str] | None) -> str:
-        """A worker for a request without a prompt: they take turns. "" where none may be chosen."""
-        addresses = [
-            worker.address
-            for worker in self.scheduler.workers
-            if worker.role != Role.PREFILL
-            and worker.address
-            and (candidates is None or worker.address in candidates)
-        ]
-        if not addresses:
-            return ""
-        self._turn += 1
-        return addresses[self._turn % len(addresses)]
 
     def note(self, outcome: str, since: float) -> None:
         """Count an answer that was sent."""
@@ -211,10 +202,11 @@ class _Stream:
         self.options = processor.options
         self.context = context
         self.headers: dict[str, str] = {}
-        self.mode = _MODE.FULL_DUPLEX_STREAMED
+        self.mode = self.response_mode = _MODE.FULL_DUPLEX_STREAMED
         self.candidates: frozenset[str] | None = None
         self.request_id = ""
-        self.reserved = False
+        self.reservation = ""  # its id at the scheduler: the request's, where that was free
+        self.reserved = False  # and the answer has not been sent
         self.responded = False  # the response came before the request had ended
         self.since = time.perf_counter()
 
@@ -240,9 +232,9 @@ class _Stream:
             self.processor.outcomes["cancelled"] += 1
             raise
         finally:
-            if self.reserved:  # the answer has not been sent
-                self.scheduler.release(self.request_id)
-        if self.options.observe_responses and self.request_id and not self.responded:
+            if self.reserved:
+                self.scheduler.release(self.reservation)
+        if self.options.observe_responses and self.reservation and not self.responded:
             await _Response(self).run()
 
     # ---- request ----
@@ -278,7 +270,9 @@ class _Stream:
                 await self.write(_continue("request_trailers"))
             self.sent()
         elif self.mode in (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL):
-            await self.write(_continue("request_headers"))
+            first = _continue("request_headers")
+            self.ask_for_less(first)
+            await self.write(first)
             message = await self.read_kind("request_body")
             self.since = time.perf_counter()
             self.read_metadata(message)
@@ -299,6 +293,7 @@ class _Stream:
     def read_headers(self, message: Any) -> None:
         if message.HasField("protocol_config"):
             self.mode = message.protocol_config.request_body_mode
+            self.response_mode = message.protocol_config.response_body_mode
         for header in message.request_headers.headers.headers:
             value = header.raw_value
             self.headers[header.key.lower()] = value.decode("utf-8", "replace") if value else header.value
@@ -447,16 +442,11 @@ class _Stream:
         """The message that says where the scheduler sends a request."""
         if self.candidates is not None and not self.candidates:
             raise _Drop(503, "the subset of endpoints to choose from is empty", Reason.NO_ENDPOINTS)
-        try:
-            answer = self.scheduler.schedule(request)
-        except RequestError as error:
-            raise _Drop(400, str(error)) from None
-        except Exception:
-            _log.exception("request %s could not be scheduled", self.request_id)
-            raise _Drop(500, "the scheduler has failed") from None
+        answer = self.schedule(request)
         if isinstance(answer, Rejection):
             raise _Drop(answer.reason.http_status, answer.message, answer.reason, answer.retry_after_s)
         self.reserved = True
+        self.reservation = request.request_id
         places = [answer.decode.address]
         for _, decode in answer.fallbacks:
             if len(places) > self.options.fallbacks:
@@ -473,14 +463,28 @@ class _Stream:
             further.append((PREFIX_HOLDER, answer.holder.address))
         return self.routing(kind, ",".join(places), further)
 
+    def schedule(self, request: Request) -> Assignment | Rejection:
+        """The scheduler's answer. What it refuses to look at is asked again by another name, as a client may well send
+        an x-request-id twice: when it tries again what it gave up, while the reservation still lives.
+        """
+        try:
+            try:
+                return self.scheduler.schedule(request)
+            except RequestError:
+                request.request_id = f"{self.request_id}:{uuid.uuid4().hex[:12]}"
+                return self.scheduler.schedule(request)
+        except RequestError as error:
+            raise _Drop(400, str(error)) from None
+        except Exception:
+            _log.exception("request %s could not be scheduled", self.request_id)
+            raise _Drop(500, "the scheduler has failed") from None
+
     def passed(self, kind: str) -> Any:
         """The message that sends a request without a prompt to any worker."""
-        address = self.processor.anyone(self.candidates)
-        if not address:
+        worker = self.scheduler.any_decode(self.candidates)
+        if worker is None:
             raise _Drop(503, "no endpoint is available", Reason.NO_ENDPOINTS)
-        message = self.routing(kind, address, [])
-        self.request_id = ""  # nothing is known of it that could be reported
-        return message
+        return self.routing(kind, worker.address, [])
 
     def routing(self, kind: str, places: str, further: list[tuple[str, str]]) -> Any:
         message = ext_proc.ProcessingResponse()
@@ -497,12 +501,23 @@ class _Stream:
             if name.startswith(CONTROL_HEADERS) and name not in kept:
                 mutation.remove_headers.append(name)
         message.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields[DESTINATION].string_value = places
-        if self.options.observe_responses and not self.options.response_bodies and kind == "request_headers":
-            message.mode_override.response_header_mode = _MODE.SEND
-            message.mode_override.request_body_mode = self.mode
-            message.mode_override.response_body_mode = _MODE.NONE
-            message.mode_override.response_trailer_mode = _MODE.SKIP
+        if kind == "request_headers":
+            self.ask_for_less(message)
         return message
+
+    def ask_for_less(self, message: Any) -> None:
+        """In answer to request headers: of the response, only the headers are wanted.
+
+        Envoy (1.40) heeds it only while it waits for this answer, which it never does with FULL_DUPLEX_STREAMED. There
+        its own configuration must say response_body_mode NONE, or bodies come and are let through.
+        """
+        wanted = self.options.observe_responses and not self.options.response_bodies
+        if not wanted or self.mode == _MODE.FULL_DUPLEX_STREAMED:
+            return
+        message.mode_override.request_body_mode = self.mode
+        message.mode_override.response_header_mode = _MODE.SEND
+        message.mode_override.response_body_mode = _MODE.NONE
+        message.mode_override.response_trailer_mode = _MODE.SKIP
 
     # ---- messages ----
 
@@ -548,6 +563,7 @@ class _Response:
         self.first_s: float | None = None
         self.last_s = 0.0
         self.seen = False
+        self.refused = False
         self.ended = False
 
     async def run(self) -> None:
@@ -555,8 +571,7 @@ class _Response:
             while not self.ended:
                 await self.one(await self.stream.read())
         finally:
-            if self.seen or self.ended:
-                self.report()
+            self.report()
 
     async def one(self, message: Any) -> None:
         kind = message.WhichOneof("request")
@@ -564,19 +579,18 @@ class _Response:
             if self.seen:
                 raise _ProtocolError("response_headers came twice")
             self.seen = True
-            served = _served(message)
-            if served:
-                self.stream.scheduler.served(self.stream.request_id, served)
+            self.read_headers(message)
             self.ended = message.response_headers.end_of_stream
             await self.stream.write(_continue(kind))
         elif kind == "response_body":
             chunk = message.response_body.body
             self.look(chunk)
             self.ended = message.response_body.end_of_stream
-            answer = ext_proc.ProcessingResponse()
-            streamed = answer.response_body.response.body_mutation.streamed_response
-            streamed.body = chunk
-            streamed.end_of_stream = self.ended
+            answer = _continue(kind)
+            if self.stream.response_mode == _MODE.FULL_DUPLEX_STREAMED:
+                streamed = answer.response_body.response.body_mutation.streamed_response
+                streamed.body = chunk
+                streamed.end_of_stream = self.ended
             await self.stream.write(answer)
         elif kind == "response_trailers":
             self.ended = True
@@ -584,27 +598,44 @@ class _Response:
         else:
             raise _ProtocolError(f"expected a part of the response, found {kind or 'none'}")
 
+    def read_headers(self, message: Any) -> None:
+        """Who has served, and whether it has gone well."""
+        status = ""
+        for header in message.response_headers.headers.headers:
+            if header.key == ":status":
+                status = header.raw_value.decode("latin-1") or header.value
+        self.stream.processor.responses[status[:3]] += 1
+        served = _served(message)
+        if served:
+            self.stream.scheduler.served(self.stream.reservation, served)
+        self.refused = status >= "400"
+
     def look(self, chunk: bytes) -> None:
         if not chunk:
             return
-        self.last_s = time.perf_counter()
+        if self.first_s is None or b"data: [DONE]" not in chunk:  # with the end comes the usage, but no token
+            self.last_s = time.perf_counter()
         if self.first_s is None:
             self.first_s = self.last_s
         self.events += chunk.count(b"data:")
         self.tail = (self.tail + chunk)[-_TAIL_BYTES:]
 
     def report(self) -> None:
+        if self.refused or not self.seen:  # nothing is generated; the client went away before anything was
+            self.stream.scheduler.release(self.stream.reservation)
+            return
         if not self.stream.options.response_bodies:
             return
         tokens = self.events - self.tail.count(b"data: [DONE]") if self.events else None
         for found in _TOKENS_IN_USAGE.finditer(self.tail):
             tokens = int(found[1])
         ttft = tbt = None
-        if self.events and self.first_s is not None:  # a response in one piece does not tell when its tokens came
+        in_pieces = self.stream.response_mode in (_MODE.FULL_DUPLEX_STREAMED, _MODE.STREAMED)
+        if self.events and in_pieces and self.first_s is not None:
             ttft = self.first_s - self.stream.since
             if tokens is not None and tokens > 1:
                 tbt = (self.last_s - self.first_s) / (tokens - 1)
-        self.stream.scheduler.finished(self.stream.request_id, output_tokens=tokens, ttft_s=ttft, tbt_s=tbt)
+        self.stream.scheduler.finished(self.stream.reservation, output_tokens=tokens, ttft_s=ttft, tbt_s=tbt)
 
 
 def namespace(asked: openai_body.Body, base_models: frozenset[str]) -> str:
@@ -616,10 +647,14 @@ def namespace(asked: openai_body.Body, base_models: frozenset[str]) -> str:
 
 
 def _served(message: Any) -> str:
+    """Which endpoint has served: as gateways tell it, or Envoy itself (response_attributes); "" where none does."""
     metadata = message.metadata_context.filter_metadata
-    if METADATA_NAMESPACE not in metadata or DESTINATION_SERVED not in metadata[METADATA_NAMESPACE].fields:
-        return ""
-    return str(metadata[METADATA_NAMESPACE].fields[DESTINATION_SERVED].string_value)
+    if METADATA_NAMESPACE in metadata and DESTINATION_SERVED in metadata[METADATA_NAMESPACE].fields:
+        return str(metadata[METADATA_NAMESPACE].fields[DESTINATION_SERVED].string_value)
+    for attributes in message.attributes.values():
+        if "upstream.address" in attributes.fields:
+            return str(attributes.fields["upstream.address"].string_value)
+    return ""
 
 
 def _set(mutation: Any, name: str, value: str) -> None:
