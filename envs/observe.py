@@ -175,3 +175,9 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
     overview.prefill_load = least_ttft_s / cluster.ttft_slo_s
     overview.decode_load_now = least_tbt_s / cluster.tbt_slo_s
     overview.decode_load_forecast = sum_tbt_s / max(1, up) / cluster.tbt_slo_s
+
+
+@compiled
+def holder(state, matched, p):
+    """Whom p would fetch from, for the request whose match is at `matched` (see `observe`); -1 if nobody has any."""
+    return find_holder(state, i8_at(matched + 8 * state.prefills), p)

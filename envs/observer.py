@@ -6,7 +6,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kernel import memory
-from .observe import observe
+from .kernel.latency import prefill_seconds
+from .observe import holder, observe
 from .simulator import empty_observation
 from .spec import ClusterSpec
 from .state import CLOCK, DECODE, FLIGHT, PREFILL, ROW_BITS, ClusterState, Observation, Parameters
@@ -16,10 +17,14 @@ class Observer:
     """A cluster state outside the simulator, and the observations made of it.
 
     `state` holds plain arrays to be written to: who has which block, what is queued, what runs (`ClusterState`).
+    `parameters` may be written to as well: SLOs of the next request, fitted latencies.
 
     Args:
         cluster: the spec.
         blocks: how many distinct block numbers may be in use. in_flight: how many requests may be.
+
+    Attributes:
+        match: int64[3, P], of the request observed last: its leading blocks resident or pending, resident, on device.
     """
 
     def __init__(self, cluster: ClusterSpec, *, blocks: int, in_flight: int) -> None:
@@ -39,6 +44,7 @@ class Observer:
         stacked.clock["expected_decode_s"] = cluster.prior_decode_s
         self.state = ClusterState(*(table[0] for table in stacked))
         self.observation = empty_observation(1, p, d)
+        self.parameters = Parameters(*(table[0] for table in tables))
         self._kept = (tables, stacked)  # the headers below hold addresses into these
         self._parameters = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)[0]
         self._state = memory.headers(
@@ -51,9 +57,11 @@ class Observer:
             block_capacity=blocks,
             flight_capacity=in_flight,
         )[0]
-        self._observation = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
-        self._match = np.zeros((3, p), np.int64)
+        self.header = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
+        self.match = np.zeros((3, p), np.int64)
         self._forecast = np.zeros((d, 2))
+        self._match_address = self.match.ctypes.data
+        self._forecast_address = self._forecast.ctypes.data
 
     def observe(self, input_tokens: int, block_ids: NDArray[np.int32]) -> Observation:
         """The observation (leading axis of 1) for a request, at the time of `state.clock`; the next overwrites it.
@@ -72,14 +80,26 @@ class Observer:
             )
         if input_tokens < 1:
             raise ValueError(f"input_tokens must be at least 1, found {input_tokens}")
+        return self.observe_at(input_tokens, ids.ctypes.data, len(ids))
+
+    def observe_at(self, input_tokens: int, block_ids: int, block_count: int) -> Observation:
+        """`observe` for ids that are known to be right, by their address."""
         observe(
             self._state,
             self._parameters,
             input_tokens,
-            ids.ctypes.data,
-            len(ids),
-            self._observation,
-            self._match.ctypes.data,
-            self._forecast.ctypes.data,
+            block_ids,
+            block_count,
+            self.header,
+            self._match_address,
+            self._forecast_address,
         )
         return self.observation
+
+    def prefill_s(self, prefill: int, input_tokens: int, reused_blocks: int, loaded_blocks: int) -> float:
+        """Predicted seconds of a prefill that reuses leading blocks, some of them loaded from host memory."""
+        return float(prefill_seconds(self._parameters, prefill, input_tokens, reused_blocks, loaded_blocks))
+
+    def holder(self, prefill: int) -> int:
+        """Whom an instance would fetch the prefix of the request observed last from; -1 if nobody has any."""
+        return int(holder(self._state, self._match_address, prefill))

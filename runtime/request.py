@@ -43,8 +43,8 @@ class Request:
     Args:
         request_id: unique among the requests in flight.
         tokens: uint32[n], the prompt. hashes: uint64[m]. input_tokens: length; taken from `tokens` where given.
-        namespace: what else tells cached prefixes apart (LoRA adapter, cache salt); equal prompts of different
-            namespaces share nothing.
+        lora_name, cache_salt: equal prompts share cached prefixes only where these are equal too.
+        namespace: of tokens that are no token ids of the engine (text cut in pieces), so that the two never meet.
         ttft_slo_s, tbt_slo_s: the SLOs; the cluster's where None.
         tenant: who is charged. priority: higher goes first when the cluster is full; below 0 is shed first.
         candidates: addresses (host:port) of decode instances that may be chosen; all where None.
@@ -58,6 +58,8 @@ class Request:
     tokens: NDArray[np.uint32] | None = None
     hashes: NDArray[np.uint64] | None = None
     input_tokens: int = 0
+    lora_name: str = ""
+    cache_salt: str = ""
     namespace: str = ""
     ttft_slo_s: float | None = None
     tbt_slo_s: float | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from .compile import compiled
+from .memory import cluster_of, prefill_node_of
 
 
 @compiled
@@ -45,6 +46,14 @@ def prefill_time(cluster, instance, input_tokens, blocks, load_s):
     if load_s <= 0.0:
         return compute_s
     return overlap(compute_s, load_s, cluster.layers)
+
+
+@compiled
+def prefill_seconds(parameters, p, input_tokens, blocks, loaded_blocks):
+    """`prefill_time` on instance p when `loaded_blocks` of the reused blocks are in host memory."""
+    cluster = cluster_of(parameters)
+    instance = prefill_node_of(parameters, p)
+    return prefill_time(cluster, instance, input_tokens, blocks, loaded_blocks * block_load_time(cluster, instance))
 
 
 @compiled

@@ -1,0 +1,533 @@
+"""`Conductor`: the decision on live requests, and what keeps it safe.
+
+A request comes in, its prompt is looked up in the prefix index, `envs.observe` makes the observation, the policy
+decides, the decision is entered in the live state, and the answer names two workers or says why there is none. The
+observation and the policies are those of the gym. Around them: a fallback for a policy that fails, a shadow policy that
+decides without effect, a canary that decides for some, and policies and clusters that change while serving.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.observer import Observer
+from envs.state import Observation, Source
+from policies import PolicyError
+
+from .block_hash import namespace
+from .fairness import TenantShares
+from .guard import Guard, PolicyFailure
+from .kernel.alternatives import alternatives
+from .live_state import NO_BLOCKS, NO_HASHES, LiveState, Reservation
+from .request import Assignment, Reason, Rejection, Request, RequestError
+from .workers import LiveCluster, Worker, resized
+
+log = logging.getLogger(__name__)
+
+FALLBACKS = 2  # other pairs named in an answer
+LONGEST_PROMPT = 1 << 24  # tokens
+LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+EXPLANATION_BYTES = 64 << 20  # of explanations kept
+
+
+class Clock:
+    """Seconds since it was made. Monotonic, whatever the time of day does.
+
+    `external`: time is what requests and reports say it is, for simulated workers.
+    """
+
+    def __init__(self, *, external: bool = False) -> None:
+        self.external = external
+        self._zero_s = time.monotonic()
+        self._latest_s = 0.0
+
+    def now(self, given_s: float | None = None) -> float:
+        """The time; `given_s` counts with an external clock only, and never goes back."""
+        if not self.external:
+            return time.monotonic() - self._zero_s
+        if given_s is not None and math.isfinite(given_s):
+            self._latest_s = max(self._latest_s, given_s)
+        return self._latest_s
+
+
+@dataclass(slots=True)
+class Made:
+    """A decision as those who count, log or explain it see it. `observation` is overwritten by the next request."""
+
+    request: Request
+    answer: Assignment | Rejection
+    observation: Observation | None
+    action: int
+    probability: float  # with which this policy was the one to decide
+    arrival_s: float
+    seconds: float  # it took
+    hashes: NDArray[np.uint64]
+    reservation: Reservation | None
+    shadow_action: int | None = None
+
+
+@dataclass(slots=True)
+class Explained:
+    """An observation kept for `explain`."""
+
+    observation: Observation
+    answer: Assignment | Rejection
+    action: int
+
+
+class Conductor:
+    """Decides for live requests.
+
+    Args:
+        cluster: spec and workers.
+        policy: name, run folder or artifact (`policies.make_policy`). fallback: decides where the policy fails; must
+            be a heuristic. shadow: decides beside the policy, without effect. canary: decides for `canary_share`.
+        deadline_s: most seconds for a decision of the policy.
+        blocks: distinct blocks to remember. in_flight: most reservations.
+        lease_s: a reservation ends by itself this long after the last report.
+        assumed_s: for how long what was routed to a worker without KV events is taken to be cached there.
+        clock: where the time comes from. shares: of tenants. seed: of random policies and of the canary.
+
+    Raises:
+        PolicyError: a policy is unknown or cannot be loaded.
+    """
+
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        policy: str = "conductor+predictive",
+        *,
+        fallback: str = "conductor+slo",
+        shadow: str = "",
+        canary: str = "",
+        canary_share: float = 0.0,
+        deadline_s: float = 0.005,
+        blocks: int = 1 << 20,
+        in_flight: int = 1 << 16,
+        lease_s: float = 120.0,
+        assumed_s: float = 300.0,
+        clock: Clock | None = None,
+        shares: TenantShares | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.clock = clock or Clock()
+        self.deadline_s = deadline_s
+        self.lease_s = lease_s
+        self.seed = seed
+        self.shares = shares or TenantShares()
+        self.state = LiveState(cluster, blocks=blocks, in_flight=in_flight, assumed_s=assumed_s, on_end=self._ended)
+        self.policy = Guard(policy, deadline_s=deadline_s, seed=seed)
+        self.fallback = Guard(fallback, deadline_s=math.inf, seed=seed)
+        if not self.fallback.inline:
+            raise PolicyError(f"fallback {fallback!r} must be a heuristic by name: it is what is left when others fail")
+        self.shadow = Guard(shadow, deadline_s=deadline_s, seed=seed) if shadow else None
+        self.canary = Guard(canary, deadline_s=deadline_s, seed=seed) if canary else None
+        self.canary_share = canary_share if canary else 0.0
+        self.draining = False
+        self.on_made: list[Callable[[Made], None]] = []
+        self.on_ended: list[Callable[[Reservation], None]] = []
+        self._random = random.Random(seed)
+        self._pairs = np.full((FALLBACKS, 2), -1, np.int64)
+        self._explained: OrderedDict[str, Explained] = OrderedDict()
+        self._next_any = 0
+        self._warm_up()
+
+    # --- deciding ------------------------------------------------------------------------------------------------------
+
+    def schedule(self, request: Request) -> Assignment | Rejection:
+        """Decide for a request and enter its reservation.
+
+        Raises:
+            RequestError: the request cannot be; the message names the field.
+        """
+        started = time.perf_counter()
+        state = self.state
+        now_s = self.clock.now(request.arrival_s)
+        input_tokens, known, hashes = self._prompt(request)
+        if request.request_id in state.reservations:
+            raise RequestError(f"request_id {request.request_id!r} is in flight already")
+        refusal = self._refusal(request, input_tokens)
+        if refusal is not None:
+            made = Made(request, refusal, None, 0, 1.0, now_s, time.perf_counter() - started, hashes, None)
+            for listener in self.on_made:
+                listener(made)
+            return refusal
+        candidates = self._candidates(request)
+        by_priority, by_share = self.shares.headroom(request.tenant, request.priority, now_s)
+        headroom = by_priority * by_share
+        ttft_slo_s = request.ttft_slo_s or state.spec.slo.ttft_s
+        tbt_slo_s = request.tbt_slo_s or state.spec.slo.tbt_s
+        before = state.clock.copy() if request.dry_run else None
+        observation = state.observe(input_tokens, known, now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, candidates)
+        if before is not None:
+            state.clock[...] = before
+        guard, probability = self._who()
+        fell_back = ""
+        try:
+            action = guard.decide(observation)
+        except PolicyFailure as failure:
+            log.warning("%s; %s decides", failure, self.fallback.name)
+            guard, fell_back = self.fallback, failure.cause
+            action = self._fall_back(observation)
+        reservation = None
+        answer: Assignment | Rejection
+        if action == 0:
+            answer = self._rejection(request, observation, by_share, headroom)
+        else:
+            reservation, answer = self._assign(request, observation, action, input_tokens, now_s, ttft_slo_s, tbt_slo_s)
+            if not request.dry_run:
+                state.admit(reservation, hashes, known)
+                reservation.note = made_by = guard.name
+                answer.policy = made_by
+                answer.reused_tokens = reservation.reused_tokens
+                answer.source = reservation.source
+                if request.tenant:
+                    expected = float(state.clock["expected_output_tokens"])
+                    self.shares.charge(request.tenant, input_tokens, expected, now_s)
+        answer.policy, answer.fell_back = guard.name, fell_back
+        made = Made(request, answer, observation, action, probability, now_s, 0.0, hashes, reservation)
+        if self.shadow is not None:
+            try:
+                made.shadow_action = self.shadow.decide(observation)
+            except PolicyFailure:
+                made.shadow_action = -1
+        self._keep(request.request_id, observation, answer, action)
+        made.seconds = time.perf_counter() - started
+        for listener in self.on_made:
+            listener(made)
+        return answer
+
+    def _prompt(self, request: Request) -> tuple[int, NDArray[np.int32], NDArray[np.uint64]]:
+        """Length, numbers of the leading blocks that are known, hashes of all."""
+        tokens, hashes = request.tokens, request.hashes
+        n = len(tokens) if tokens is not None else request.input_tokens
+        if not 1 <= n <= LONGEST_PROMPT:
+            raise RequestError(f"input_tokens: expected 1 .. {LONGEST_PROMPT}, found {n}")
+        if request.lease_s is not None and not 0 < request.lease_s < math.inf:
+            raise RequestError(f"lease_s: expected seconds above 0, found {request.lease_s}")
+        for name in ("ttft_slo_s", "tbt_slo_s"):
+            slo = getattr(request, name)
+            if slo is not None and not 0 < slo < math.inf:
+                raise RequestError(f"{name}: expected seconds above 0, found {slo}")
+        if tokens is not None:
+            within = namespace(lora_name=request.lora_name, salt=request.namespace, cache_salt=request.cache_salt)
+            return n, *self.state.index.find_tokens(tokens, within)
+        if hashes is None:
+            return n, NO_BLOCKS, NO_HASHES
+        if len(hashes) > -(-n // self.state.block_tokens):
+            raise RequestError(
+                f"block_hashes: {len(hashes)} blocks of {self.state.block_tokens} tokens are more than "
+                f"{n} input_tokens fill"
+            )
+        return n, self.state.index.find(hashes), hashes
+
+    def _refusal(self, request: Request, input_tokens: int) -> Rejection | None:
+        """Why there is nothing to decide, where there is not."""
+        state = self.state
+        if self.draining:
+            return Rejection(request.request_id, Reason.SHUTTING_DOWN, "the scheduler is shutting down", 1.0)
+        if state.full:
+            return Rejection(
+                request.request_id, Reason.QUEUE_FULL, f"{len(state.flying)} requests are in flight, no more fit", 1.0
+            )
+        if not state.up_prefill.any() or not state.up_decode.any():
+            which = "prefill" if not state.up_prefill.any() else "decode"
+            return Rejection(request.request_id, Reason.NO_ENDPOINTS, f"no {which} worker is up", LEAST_RETRY_S)
+        if request.candidates is not None and not self._candidates(request):
+            return Rejection(
+                request.request_id, Reason.NO_ENDPOINTS, "no eligible worker among the candidates", LEAST_RETRY_S
+            )
+        largest = int(state.observer.parameters.decode["kv_capacity_tokens"].max())
+        if input_tokens >= largest:
+            return Rejection(
+                request.request_id,
+                Reason.TOO_LARGE,
+                f"the prompt has {input_tokens} tokens, the largest decode worker holds {largest}",
+            )
+        return None
+
+    def _candidates(self, request: Request) -> list[int] | None:
+        """Indices of the decode instances that may be chosen, those up; None: all."""
+        if request.candidates is None:
+            return None
+        decodes, up = self.state.decodes, self.state.up_decode
+        return [d for d, worker in enumerate(decodes) if up[d] and worker.address in request.candidates]
+
+    def _who(self) -> tuple[Guard, float]:
+        """Who decides, and with which probability it is this one."""
+        if self.canary is None:
+            return self.policy, 1.0
+        if self._random.random() < self.canary_share:
+            return self.canary, self.canary_share
+        return self.policy, 1.0 - self.canary_share
+
+    def _fall_back(self, observation: Observation) -> int:
+        try:
+            return self.fallback.decide(observation)
+        except PolicyFailure as failure:  # cannot be, but serving goes on: the shortest queue, the smallest batch
+            log.error("the fallback failed: %s", failure)
+            queue_s = np.where(observation.prefill_mask[0, :, 0], observation.prefill["queue_s"][0], math.inf)
+            tbt_s = np.where(observation.decode_mask[0], observation.decode["batch"][0], math.inf)
+            return int(1 + (queue_s.argmin() * observation.decode.shape[1] + tbt_s.argmin()) * 3)
+
+    def _assign(
+        self,
+        request: Request,
+        observation: Observation,
+        action: int,
+        input_tokens: int,
+        now_s: float,
+        ttft_slo_s: float,
+        tbt_slo_s: float,
+    ) -> tuple[Reservation, Assignment]:
+        state = self.state
+        pair, source = divmod(action - 1, 3)
+        p, d = divmod(pair, len(state.decodes))
+        if state.twin[p] >= 0:
+            d = int(state.twin[p])
+        holder = state.observer.holder(p) if source == Source.FETCH else -1
+        ttft_s = float(state.ttft_s[source][p])
+        tbt_s = float(state.tbt_s[d])
+        lease_s = request.lease_s or self.lease_s
+        reservation = Reservation(
+            request.request_id,
+            p,
+            d,
+            Source(source),
+            holder,
+            input_tokens,
+            now_s,
+            0.0,
+            ttft_s,
+            tbt_s,
+            ttft_slo_s,
+            tbt_slo_s,
+            lease_s,
+            now_s + ttft_s + lease_s,
+            request.reported,
+            request.tenant,
+        )
+        answer = Assignment(
+            request.request_id,
+            state.prefills[p],
+            state.decodes[d],
+            Source(source),
+            state.prefills[holder] if holder >= 0 else None,
+            input_tokens,
+            0,
+            ttft_s,
+            tbt_s,
+            lease_s,
+            "",
+            "",
+            self._fallbacks(p, d),
+        )
+        return reservation, answer
+
+    def _fallbacks(self, p: int, d: int) -> tuple[tuple[Worker, Worker], ...]:
+        state, pairs = self.state, self._pairs
+        alternatives(state.observer.header, p, d, pairs)
+        named = []
+        for other_p, other_d in pairs.tolist():
+            if other_p < 0:
+                break
+            if state.twin[other_p] >= 0:
+                other_d = int(state.twin[other_p])
+                if other_d == d:
+                    continue
+            named.append((state.prefills[other_p], state.decodes[other_d]))
+        return tuple(named)
+
+    def _rejection(self, request: Request, observation: Observation, by_share: float, headroom: float) -> Rejection:
+        """Early rejection: what the forecast says, and when it would be worth trying again."""
+        state = self.state
+        cluster = observation.cluster[0, 0]
+        wanted = observation.request[0, 0]
+        ttft_slo_s, tbt_slo_s = float(wanted["ttft_slo_s"]) / headroom, float(wanted["tbt_slo_s"]) / headroom
+        ttft_s = float(cluster["prefill_load"]) * float(wanted["ttft_slo_s"])
+        load = max(float(cluster["decode_load_now"]), float(cluster["decode_load_forecast"])) * headroom
+        tbt_s = load * tbt_slo_s
+        # the prefill queue drains second by second; a decode batch as its requests end
+        wait_s = max(ttft_s - ttft_slo_s, float(cluster["expected_decode_s"]) * (1.0 - 1.0 / load) if load > 1.0 else 0.0)
+        fits = ttft_s <= ttft_slo_s and load <= 1.0
+        reason = Reason.TENANT_SHARE if fits and by_share < 1.0 else Reason.SATURATED
+        message = (
+            f"predicted TTFT {ttft_s:.3g} s (SLO {ttft_slo_s:.3g} s), predicted TBT {tbt_s * 1e3:.3g} ms "
+            f"(SLO {tbt_slo_s * 1e3:.3g} ms)"
+        )
+        if reason == Reason.TENANT_SHARE:
+            message += f"; tenant {request.tenant!r} has had more than its share"
+        retry_s = min(MOST_RETRY_S, max(LEAST_RETRY_S, wait_s))
+        state.clock["rejected_at_arrival"] += 0 if request.dry_run else 1
+        return Rejection(request.request_id, reason, message, retry_s, ttft_s, tbt_s)
+
+    def any_decode(self, candidates: frozenset[str] | None = None) -> Worker | None:
+        """Some decode worker that is up and has an address, in turn: for what is no generation (`GET /v1/models`)."""
+        decodes, up = self.state.decodes, self.state.up_decode
+        for _ in range(len(decodes)):
+            self._next_any = (self._next_any + 1) % len(decodes)
+            worker = decodes[self._next_any]
+            if up[self._next_any] and worker.address and (candidates is None or worker.address in candidates):
+                return worker
+        return None
+
+    # --- what becomes of it ---------------------------------------------------------------------------------------------
+
+    def release(self, request_id: str, how: str = "cancelled") -> None:
+        """End a reservation; ids that hold none are ignored."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is not None:
+            self.state.advance(self.clock.now())
+            self.state.end(reservation, how)
+
+    def served(self, request_id: str, address: str) -> None:
+        """Another endpoint than the chosen one has served the request (a fallback was used)."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is None or self.state.decodes[reservation.decode].address == address:
+            return
+        for d, worker in enumerate(self.state.decodes):
+            if worker.address == address:
+                self.state.move(reservation, d)
+                return
+
+    def finished(
+        self,
+        request_id: str,
+        *,
+        output_tokens: int | None = None,
+        ttft_s: float | None = None,
+        tbt_s: float | None = None,
+    ) -> None:
+        """A request is complete."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is None:
+            return
+        now_s = self.clock.now()
+        self.state.advance(now_s)
+        self.state.finished(
+            reservation,
+            now_s,
+            output_tokens=output_tokens or 0,
+            ttft_s=math.nan if ttft_s is None else ttft_s,
+            tbt_s=math.nan if tbt_s is None else tbt_s,
+        )
+
+    def _ended(self, reservation: Reservation) -> None:
+        for listener in self.on_ended:
+            listener(reservation)
+
+    # --- explaining --------------------------------------------------------------------------------------------------------
+
+    def _keep(self, request_id: str, observation: Observation, answer: Assignment | Rejection, action: int) -> None:
+        kept = Observation(*(table.copy() for table in observation))
+        self._explained[request_id] = Explained(kept, answer, action)
+        size = sum(table.nbytes for table in observation) + 1000
+        while len(self._explained) * size > EXPLANATION_BYTES or len(self._explained) > 4096:
+            self._explained.popitem(last=False)
+
+    def explained(self, request_id: str) -> Explained | None:
+        """What a recent decision was based on."""
+        return self._explained.get(request_id)
+
+    # --- changing while serving -----------------------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> tuple[Worker, ...]:
+        """All workers, up or not."""
+        return self.state.cluster.workers
+
+    def register(self, worker: Worker) -> bool:
+        """Add a worker, or change the one of its id; True where it is new.
+
+        Raises:
+            SpecError: the cluster it would make cannot be.
+        """
+        workers = list(self.workers)
+        for i, known in enumerate(workers):
+            if known.id == worker.id:
+                workers[i] = worker
+                break
+        else:
+            workers.append(worker)
+        new = len(workers) > len(self.workers)
+        self.change_cluster(resized(self.state.spec, tuple(workers)))
+        return new
+
+    def deregister(self, worker_id: str) -> bool:
+        """Remove a worker; its reservations end. False where there is none of that id.
+
+        Raises:
+            SpecError: it is the last of its role.
+        """
+        workers = tuple(worker for worker in self.workers if worker.id != worker_id)
+        if len(workers) == len(self.workers):
+            return False
+        self.change_cluster(resized(self.state.spec, workers))
+        return True
+
+    def change_cluster(self, cluster: LiveCluster) -> None:
+        """Go over to another cluster, keeping what is known of the workers that stay.
+
+        Raises:
+            ValueError: it cannot follow the present one.
+        """
+        self.state.advance(self.clock.now())
+        self.state.change_cluster(cluster)
+        self._warm_up()
+
+    def change_policies(self, names: Mapping[str, str], canary_share: float | None = None) -> None:
+        """Go over to other policies, all or none: keys policy, fallback, shadow, canary.
+
+        Raises:
+            PolicyError: one of them cannot be loaded or does not decide; nothing has changed then.
+        """
+        made: dict[str, Guard | None] = {}
+        for role, name in names.items():
+            deadline_s = math.inf if role == "fallback" else self.deadline_s
+            made[role] = Guard(name, deadline_s=deadline_s, seed=self.seed) if name else None
+        for role in ("policy", "fallback"):
+            if role in made and made[role] is None:
+                raise PolicyError(f"{role}: expected the name of a policy")
+        fallback = made.get("fallback", self.fallback)
+        if fallback is not None and not fallback.inline:
+            raise PolicyError(f"fallback {fallback.name!r} must be a heuristic by name")
+        for role, guard in made.items():
+            self._try(role, guard)
+        for role, guard in made.items():
+            old = getattr(self, role)
+            setattr(self, role, guard)
+            if old is not None:
+                old.close()
+        if canary_share is not None:
+            self.canary_share = canary_share
+        if self.canary is None:
+            self.canary_share = 0.0
+
+    def _try(self, role: str, guard: Guard | None) -> None:
+        """Have a new policy decide once, so that what is broken is not taken into service."""
+        if guard is None:
+            return
+        observer = Observer(self.state.spec, blocks=1, in_flight=1)
+        observation = observer.observe(1000, NO_BLOCKS)
+        deadline_s, guard.deadline_s = guard.deadline_s, 60.0  # the first call may have to load or compile
+        try:
+            guard.decide(observation)
+        except PolicyFailure as failure:
+            raise PolicyError(f"{role} {failure}") from failure
+        guard.deadline_s = deadline_s
+        guard.policy.reset(1, self.seed)
+
+    def _warm_up(self) -> None:
+        """Compile and load what the first request would otherwise wait for."""
+        for role in ("policy", "fallback", "shadow", "canary"):
+            self._try(role, getattr(self, role))
+        alternatives(self.state.observer.header, 0, 0, self._pairs)
+

@@ -1,0 +1,707 @@
+"""`LiveState`: the `ClusterState` of live workers, kept from decisions, reports, KV events and engine metrics.
+
+The simulator knows its cluster; here it is reckoned. What a decision promises is entered at once (a *reservation*), so
+that a burst sees its own first half; what is reported moves the reservation on; what nobody reports follows the
+prediction; and what an engine says of itself replaces the reckoning. The rules are those of docs/physics.md, "A
+decision" to "What the scheduler knows and predicts".
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Callable, Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from envs.observer import Observer
+from envs.state import HOST, ROW_BITS, Observation, Source
+
+from .prefix_index import PrefixIndex
+from .telemetry import EngineMetrics
+from .workers import LiveCluster, Role, Worker
+
+MEMORY = 0.98  # of the moving output length and decode time (docs/physics.md)
+NO_BLOCKS: NDArray[np.int32] = np.zeros(0, np.int32)
+NO_HASHES: NDArray[np.uint64] = np.zeros(0, np.uint64)
+
+
+class Stage(IntEnum):
+    """How far a request has come."""
+
+    QUEUED = 0
+    PREFILL = 1
+    TRANSFER = 2  # prefilled; its KV is on the way to the decode instance
+    WAITING = 3  # its KV is there
+    DECODE = 4
+    GONE = 5
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """An admitted request: what it takes of the cluster until it is finished, failed, or its lease ends."""
+
+    request_id: str
+    prefill: int
+    decode: int
+    source: Source
+    holder: int
+    input_tokens: int
+    arrival_s: float
+    predicted_s: float  # of its prefill
+    predicted_ttft_s: float
+    predicted_tbt_s: float
+    ttft_slo_s: float
+    tbt_slo_s: float
+    lease_s: float
+    expires_s: float
+    reported: bool
+    tenant: str = ""
+    hashes: NDArray[np.uint64] = field(default_factory=lambda: NO_HASHES)
+    blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # their numbers, while they are expected
+    fetching: int = 0  # blocks on their way from the holder
+    fetch_bytes: float = 0.0
+    reused_tokens: int = 0
+    stage: Stage = Stage.QUEUED
+    flight: int = -1
+    prefill_start_s: float = math.nan
+    prefill_end_s: float = math.nan
+    join_s: float = math.nan
+    due_s: float = math.inf  # of the next predicted step, where nothing is reported
+    ttft_s: float = math.nan
+    tbt_s: float = math.nan
+    output_tokens: int = 0
+    prefill_s: float = math.nan
+    end: str = ""  # finished, expired, or the stage it failed at
+    note: Any = None  # of the one who made the reservation
+
+
+@dataclass(slots=True)
+class External:
+    """What an engine has beyond our reservations: requests of others, or of before we started."""
+
+    queue_s: float = 0.0
+    queue_requests: int = 0
+    batch: int = 0
+    kv_tokens: float = 0.0
+
+
+class LiveState:
+    """The state a live decision is made on.
+
+    Args:
+        cluster: spec and workers. blocks: how many distinct blocks to remember.
+        in_flight: most reservations at a time. started_s: the clock's first time.
+        assumed_s: for how long what a worker without KV events has computed is taken to be cached there.
+        on_end: called with every reservation that ends.
+    """
+
+    def __init__(
+        self,
+        cluster: LiveCluster,
+        *,
+        blocks: int = 1 << 20,
+        in_flight: int = 1 << 16,
+        started_s: float = 0.0,
+        assumed_s: float = 300.0,
+        on_end: Callable[[Reservation], None] | None = None,
+    ) -> None:
+        self.capacity = blocks
+        self.most_in_flight = in_flight
+        self.assumed_s = assumed_s
+        self.on_end = on_end or (lambda reservation: None)
+        self.reservations: dict[str, Reservation] = {}
+        self.expired = 0
+        self._steps: list[tuple[float, int, Reservation]] = []  # leases, and steps that nobody reports
+        self._steps_made = 0
+        self._set_up(cluster)
+        self.clock["last_arrival_s"] = started_s
+        self.clock["now_s"] = started_s
+        self.index = PrefixIndex(self.observer.state.blocks, self.block_tokens, instances=len(cluster.prefills))
+
+    # --- the cluster ---------------------------------------------------------------------------------------------
+
+    def _set_up(self, cluster: LiveCluster) -> None:
+        self.cluster = cluster
+        self.spec = cluster.spec
+        self.prefills = cluster.prefills
+        self.decodes = cluster.decodes
+        self.block_tokens = cluster.spec.block_tokens
+        self.block_bytes = cluster.spec.block_tokens * cluster.spec.model.kv_bytes_per_token
+        self.observer = Observer(cluster.spec, blocks=self.capacity, in_flight=self.most_in_flight)
+        state = self.observer.state
+        self.clock = state.clock[0]
+        self.prefill, self.decode, self.flight = state.prefill, state.decode, state.flight
+        observation = self.observer.observation
+        self.ttft_s = tuple(observation.prefill[f"ttft_{source.name.lower()}_s"][0] for source in Source)  # by source
+        self.tbt_s = observation.decode["tbt_assigned_s"][0]
+        self.prefill_of = {worker.id: p for p, worker in enumerate(self.prefills)}
+        self.decode_of = {worker.id: d for d, worker in enumerate(self.decodes)}
+        self.twin = np.array(  # the decode index of a coupled instance, by its prefill index
+            [self.decode_of[w.id] if w.role == Role.BOTH else -1 for w in self.prefills], np.int64
+        )
+        p, d = len(self.prefills), len(self.decodes)
+        self.queues: list[deque[Reservation]] = [deque() for _ in range(p)]
+        self.running: list[Reservation | None] = [None] * p
+        self.fetching = np.zeros(p, np.int64)
+        self.reports_nic = np.zeros(p + d, bool)  # whose NICs are reported, and need no reckoning
+        self.flying: list[Reservation] = []  # by row of `flight`
+        self.external_prefill = [External() for _ in range(p)]
+        self.external_decode = [External() for _ in range(d)]
+        self.mean_prefill_s = np.array([self.observer.prefill_s(i, 2048, 0, 0) for i in range(p)])
+        self.up_prefill = np.ones(p, np.int64)
+        self.up_decode = np.ones(d, np.int64)
+
+    def change_cluster(self, cluster: LiveCluster) -> list[Reservation]:
+        """Go over to another set of workers or another spec, keeping what is known of those that stay.
+
+        Returns the reservations that end because a worker of theirs is gone.
+
+        Raises:
+            ValueError: the block size differs; cached blocks would mean something else.
+        """
+        if cluster.spec.block_tokens != self.block_tokens:
+            raise ValueError(
+                f"block_tokens cannot change while serving: {self.block_tokens} now, "
+                f"{cluster.spec.block_tokens} in the new cluster file; restart the sidecar"
+            )
+        gone = {w.id for w in self.cluster.workers} - {w.id for w in cluster.workers}
+        lost = [
+            r
+            for r in self.reservations.values()
+            if self.prefills[r.prefill].id in gone or self.decodes[r.decode].id in gone
+        ]
+        for reservation in lost:
+            self.end(reservation, "worker gone")
+        old = copy(self)
+        self._set_up(cluster)
+        self.clock[...] = old.clock
+        prefills = np.array([self.prefill_of.get(worker.id, -1) for worker in old.prefills], np.int64)
+        decodes = np.array([self.decode_of.get(worker.id, -1) for worker in old.decodes], np.int64)
+        for before, now in enumerate(prefills):
+            if now >= 0:
+                self.prefill[now] = old.prefill[before]
+                self.queues[now] = old.queues[before]
+                self.running[now] = old.running[before]
+                self.external_prefill[now] = old.external_prefill[before]
+                self.up_prefill[now] = old.up_prefill[before]
+                self.mean_prefill_s[now] = old.mean_prefill_s[before]
+                self.reports_nic[now] = old.reports_nic[before]
+        for before, now in enumerate(decodes):
+            if now >= 0:
+                self.decode[now] = old.decode[before]
+                self.external_decode[now] = old.external_decode[before]
+                self.up_decode[now] = old.up_decode[before]
+                self.reports_nic[len(self.prefills) + now] = old.reports_nic[len(old.prefills) + before]
+        self.flying = old.flying
+        self.flight[: len(self.flying)] = old.flight[: len(self.flying)]
+        for reservation in self.flying:
+            reservation.prefill = int(prefills[reservation.prefill])
+            reservation.decode = int(decodes[reservation.decode])
+            reservation.holder = int(prefills[reservation.holder]) if reservation.holder >= 0 else -1
+            self.flight["decode"][reservation.flight] = reservation.decode
+            self.fetching[reservation.prefill] += reservation.fetching
+        self.index.rebind(self.observer.state.blocks, prefills.tolist(), instances=len(self.prefills))
+        self._count_blocks()
+        return lost
+
+    def mark(self, worker_id: str, up: bool) -> None:
+        """Whether a worker may be chosen."""
+        p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
+        if p is not None:
+            self.up_prefill[p] = self.prefill["up"][p] = up
+        if d is not None:
+            self.up_decode[d] = self.decode["up"][d] = up
+
+    # --- a decision ----------------------------------------------------------------------------------------------
+
+    def observe(
+        self,
+        input_tokens: int,
+        blocks: NDArray[np.int32],
+        now_s: float,
+        ttft_slo_s: float,
+        tbt_slo_s: float,
+        candidates: Iterable[int] | None = None,
+    ) -> Observation:
+        """The observation for a request that arrives now; the next overwrites it.
+
+        Args:
+            blocks: numbers of the leading blocks of its prompt that the index knows.
+            candidates: decode instances that may be chosen.
+        """
+        self.advance(now_s)
+        slo = self.observer.parameters.cluster
+        slo["ttft_slo_s"], slo["tbt_slo_s"] = ttft_slo_s, tbt_slo_s
+        self._note_arrival(now_s)
+        if candidates is None:
+            return self.observer.observe_at(input_tokens, blocks.ctypes.data, len(blocks))
+        allowed = np.zeros(len(self.decodes), np.int64)
+        allowed[list(candidates)] = 1
+        self.decode["up"] = self.up_decode * allowed
+        coupled = self.twin >= 0
+        if coupled.any():  # a coupled instance decodes what it prefills
+            self.prefill["up"] = self.up_prefill * np.where(coupled, allowed[self.twin], 1)
+        try:
+            return self.observer.observe_at(input_tokens, blocks.ctypes.data, len(blocks))
+        finally:
+            self.decode["up"] = self.up_decode
+            self.prefill["up"] = self.up_prefill
+
+    def _note_arrival(self, now_s: float) -> None:
+        """As `envs.kernel.events.note_arrival`."""
+        clock = self.clock
+        since_s = now_s - float(clock["last_arrival_s"])
+        clock["now_s"] = now_s
+        clock["since_last_arrival_s"] = since_s if clock["arrived"] > 0 else 0.0
+        horizon_s = self.spec.rate_horizon_s
+        clock["arrival_rate"] = math.exp(-since_s / horizon_s) * float(clock["arrival_rate"]) + 1.0 / horizon_s
+        clock["last_arrival_s"] = now_s
+        clock["arrived"] += 1
+
+    def admit(self, reservation: Reservation, hashes: NDArray[np.uint64], known: NDArray[np.int32]) -> None:
+        """Enter a reservation, decided on the observation made last ("A decision", steps 1-5).
+
+        Args:
+            hashes: of all full blocks of the prompt. known: numbers of the leading ones that the index knew.
+        """
+        match = self.observer.match
+        p, d, n = reservation.prefill, reservation.decode, reservation.input_tokens
+        now_s = float(self.clock["now_s"])
+        local, device = int(match[0, p]), int(match[2, p])
+        hit = local if reservation.source != Source.RECOMPUTE else 0
+        if reservation.source == Source.FETCH:
+            ready = int(match[1, reservation.holder])
+            reservation.fetching = self._missing(p, known[local:ready])
+            hit = ready
+            if reservation.fetching:
+                reservation.fetch_bytes = reservation.fetching * self.block_bytes
+                self.fetching[p] += reservation.fetching
+                self._flow(reservation.holder, p, reservation.fetch_bytes, math.inf, 1)
+            else:
+                reservation.source = Source.LOCAL
+        reservation.reused_tokens = min(hit * self.block_tokens, n - 1)
+        loaded = hit - device if reservation.source != Source.RECOMPUTE else 0
+        reservation.predicted_s = self.observer.prefill_s(p, n, hit, loaded)
+        reservation.hashes = hashes
+        reservation.blocks = self.index.intern(hashes)
+        self.index.expect(p, reservation.blocks)
+        row = self.decode[d]
+        row["pending_requests"] += 1
+        row["pending_tokens"] += n
+        reservation.flight = len(self.flying)
+        self.flight[reservation.flight] = (d, 0, now_s + reservation.predicted_ttft_s, n)
+        self.flying.append(reservation)
+        self.clock["in_flight"] = len(self.flying)
+        self.reservations[reservation.request_id] = reservation
+        self._schedule(reservation, reservation.expires_s)
+        prefill = self.prefill[p]
+        prefill["queue_requests"] += 1
+        prefill["queued_s"] += reservation.predicted_s
+        self.mean_prefill_s[p] = 0.95 * self.mean_prefill_s[p] + 0.05 * reservation.predicted_s
+        self.queues[p].append(reservation)
+        if self.running[p] is None and not prefill["running"]:
+            self._start(p, now_s)
+        self._count_blocks(p)
+
+    @property
+    def full(self) -> bool:
+        """Whether there is no room for another reservation."""
+        return len(self.flying) >= self.most_in_flight
+
+    # --- what becomes of a reservation ----------------------------------------------------------------------------
+
+    def _start(self, p: int, now_s: float) -> None:
+        """The head of p's queue starts."""
+        reservation = self.queues[p].popleft()
+        prefill = self.prefill[p]
+        self.running[p] = reservation
+        reservation.stage = Stage.PREFILL
+        reservation.prefill_start_s = now_s
+        self._unqueue(p, reservation)
+        prefill["running"] = 1
+        prefill["running_end_s"] = now_s + reservation.predicted_s + self.external_prefill[p].queue_s
+        if not reservation.reported:
+            self._step_at(reservation, float(prefill["running_end_s"]))
+        self._stream(reservation, 1)
+
+    def _unqueue(self, p: int, reservation: Reservation) -> None:
+        prefill = self.prefill[p]
+        prefill["queue_requests"] -= 1
+        left = prefill["queue_requests"] - self.external_prefill[p].queue_requests
+        if left > 0:
+            prefill["queued_s"] -= reservation.predicted_s
+        else:
+            prefill["queued_s"] = self.external_prefill[p].queue_s
+
+    def prefill_started(self, reservation: Reservation, at_s: float, expected_end_s: float = 0.0) -> None:
+        """The engine has started on it; `expected_end_s` 0: it will take as long as predicted."""
+        p = reservation.prefill
+        if reservation.stage == Stage.QUEUED:
+            if reservation in self.queues[p]:
+                self.queues[p].remove(reservation)
+            self.queues[p].appendleft(reservation)
+            self._start(p, at_s)
+        if reservation.stage == Stage.PREFILL:
+            reservation.prefill_start_s = at_s
+            end_s = expected_end_s if expected_end_s > 0 else at_s + reservation.predicted_s
+            if self.running[p] is reservation:
+                self.prefill["running_end_s"][p] = end_s
+
+    def fetch_landed(self, reservation: Reservation) -> None:
+        """The prefix that it fetches is on its prefill instance."""
+        if reservation.fetching:
+            self.fetching[reservation.prefill] -= reservation.fetching
+            self._flow(reservation.holder, reservation.prefill, reservation.fetch_bytes, math.inf, -1)
+            reservation.fetching = 0
+            self._count_blocks(reservation.prefill)
+
+    def prefill_done(self, reservation: Reservation, at_s: float) -> None:
+        """Its first token is out; its blocks are where KV events say."""
+        if reservation.stage > Stage.PREFILL:
+            return
+        p = reservation.prefill
+        self.fetch_landed(reservation)
+        self.index.unexpect(p, reservation.blocks)
+        if not self.prefills[p].kv_events:  # nobody will tell what it keeps
+            self.index.assume(p, reservation.hashes, until_s=at_s + self.assumed_s)
+        if self.running[p] is reservation:
+            self.running[p] = None
+            self.prefill["running"][p] = 0
+        elif reservation.stage == Stage.QUEUED:  # engines batch prefills: it has overtaken
+            self.queues[p].remove(reservation)
+            self._unqueue(p, reservation)
+            reservation.prefill_start_s = at_s - reservation.predicted_s
+            self._stream(reservation, 1)
+        reservation.stage = Stage.TRANSFER
+        reservation.prefill_end_s = at_s
+        if math.isnan(reservation.prefill_s):
+            reservation.prefill_s = at_s - reservation.prefill_start_s
+        if math.isnan(reservation.ttft_s):
+            reservation.ttft_s = at_s - reservation.arrival_s
+        self.clock["prefill_s"] += reservation.prefill_s
+        self.flight["start_s"][reservation.flight] = at_s
+        if self.queues[p] and self.running[p] is None:
+            self._start(p, at_s)
+        self._count_blocks(p)
+        if not reservation.reported:
+            bytes_ = reservation.input_tokens * self.spec.model.kv_bytes_per_token
+            nic = float(self.observer.parameters.decode["nic_bytes_per_s"][reservation.decode])
+            layer_s = bytes_ / nic / self.spec.model.layers  # the rest went out during the prefill ([A] 5.2)
+            self._step_at(reservation, at_s + layer_s + self.spec.transfer_latency_s)
+
+    def kv_ready(self, reservation: Reservation) -> None:
+        """All of its KV is on the decode instance, where it waits for the next iteration."""
+        if reservation.stage != Stage.TRANSFER:
+            return
+        self._stream(reservation, -1)
+        reservation.stage = Stage.WAITING
+        row = self.decode[reservation.decode]
+        row["waiting_requests"] += 1
+        row["waiting_tokens"] += reservation.input_tokens
+
+    def joined(self, reservations: list[Reservation], at_s: float, stall_s: float | None = None) -> None:
+        """They have joined the batch of their (common) decode instance at one boundary, which waited `stall_s`.
+
+        None reckons the stall from the size of their KV.
+        """
+        joiners = [r for r in reservations if r.stage < Stage.DECODE]
+        if not joiners:
+            return
+        d = joiners[0].decode
+        row = self.decode[d]
+        node = self.observer.parameters.decode[d]
+        kv_tokens = self._context_tokens(d, at_s)
+        if stall_s is None:
+            tokens = sum(r.input_tokens for r in joiners)
+            stall_s = tokens * self.spec.model.kv_bytes_per_token / float(node["join_bytes_per_s"])
+        for reservation in joiners:
+            self.prefill_done(reservation, at_s)
+            self.kv_ready(reservation)
+            n = reservation.input_tokens
+            reservation.stage = Stage.DECODE
+            reservation.join_s = at_s + stall_s
+            row["waiting_requests"] -= 1
+            row["waiting_tokens"] -= n
+            row["pending_requests"] -= 1
+            row["pending_tokens"] -= n
+            row["batch"] += 1
+            kv_tokens += n
+            self.flight["start_s"][reservation.flight] = at_s + stall_s
+            if not reservation.reported:
+                self._step_at(reservation, at_s + stall_s + float(self.clock["expected_decode_s"]))
+        row["kv_tokens"] = kv_tokens
+        row["updated_s"] = at_s + stall_s
+        horizon_s = self.spec.rate_horizon_s
+        fade = math.exp(-(at_s - float(row["last_join_s"])) / horizon_s)
+        row["stall_rate"] = fade * float(row["stall_rate"]) + stall_s / horizon_s
+        row["join_rate"] = fade * float(row["join_rate"]) + len(joiners) / horizon_s
+        row["last_join_s"] = at_s
+
+    def finished(
+        self,
+        reservation: Reservation,
+        at_s: float,
+        *,
+        output_tokens: int = 0,
+        ttft_s: float = math.nan,
+        tbt_s: float = math.nan,
+        decode_s: float = math.nan,
+    ) -> None:
+        """Its last token is out. What is not known (0, NaN) is left out of the moving means."""
+        clock = self.clock
+        if not math.isnan(ttft_s):
+            reservation.ttft_s = ttft_s
+        if reservation.stage < Stage.DECODE and output_tokens != 1:
+            self.joined([reservation], at_s)
+        self.prefill_done(reservation, at_s)
+        reservation.tbt_s = tbt_s
+        reservation.output_tokens = output_tokens
+        if output_tokens:
+            clock["expected_output_tokens"] = MEMORY * clock["expected_output_tokens"] + (1 - MEMORY) * output_tokens
+        if math.isnan(decode_s) and reservation.reported:
+            decode_s = at_s - reservation.join_s
+        if output_tokens > 1 and not math.isnan(decode_s):
+            clock["expected_decode_s"] = MEMORY * clock["expected_decode_s"] + (1 - MEMORY) * decode_s
+        if reservation.ttft_s <= reservation.ttft_slo_s and not tbt_s > reservation.tbt_slo_s:
+            clock["good"] += 1
+        else:
+            clock["violated"] += 1
+        self.end(reservation, "finished", at_s)
+
+    def end(self, reservation: Reservation, how: str, at_s: float | None = None) -> None:
+        """The reservation is no more, at whatever stage; everything it took is given back."""
+        if reservation.stage == Stage.GONE:
+            return
+        p, d, n = reservation.prefill, reservation.decode, reservation.input_tokens
+        at_s = float(self.clock["now_s"]) if at_s is None else at_s
+        row = self.decode[d]
+        if reservation.stage < Stage.DECODE:
+            row["pending_requests"] -= 1
+            row["pending_tokens"] -= n
+        if reservation.stage == Stage.QUEUED:
+            self.queues[p].remove(reservation)
+            self._unqueue(p, reservation)
+        if reservation.stage == Stage.PREFILL and self.running[p] is reservation:
+            self.running[p] = None
+            self.prefill["running"][p] = 0
+            if self.queues[p]:
+                self._start(p, at_s)
+        if reservation.stage <= Stage.PREFILL:
+            self.fetch_landed(reservation)
+            self.index.unexpect(p, reservation.blocks)
+        if reservation.stage in (Stage.PREFILL, Stage.TRANSFER):
+            self._stream(reservation, -1)
+        if reservation.stage == Stage.WAITING:
+            row["waiting_requests"] -= 1
+            row["waiting_tokens"] -= n
+        if reservation.stage == Stage.DECODE:
+            kv_tokens = self._context_tokens(d, at_s)
+            grown = reservation.output_tokens or self._generated(d, reservation, at_s)
+            row["batch"] -= 1
+            row["kv_tokens"] = max(0.0, kv_tokens - n - max(0.0, grown - 1)) if row["batch"] > 0 else 0.0
+            row["updated_s"] = max(at_s, float(row["updated_s"]))
+        if how == "recheck":
+            self.clock["rejected_at_decode"] += 1
+            if not math.isnan(reservation.prefill_s):
+                self.clock["wasted_prefill_s"] += reservation.prefill_s
+        reservation.stage = Stage.GONE
+        reservation.end = how
+        last = self.flying.pop()
+        slot = reservation.flight
+        if last is not reservation:
+            self.flying[slot] = last
+            self.flight[slot] = self.flight[last.flight]
+            last.flight = slot
+        reservation.flight = -1
+        self.clock["in_flight"] = len(self.flying)
+        del self.reservations[reservation.request_id]
+        self.on_end(reservation)
+
+    def move(self, reservation: Reservation, d: int) -> None:
+        """It is on another decode instance than was decided."""
+        if reservation.stage >= Stage.WAITING or d == reservation.decode:
+            return
+        streaming = reservation.stage > Stage.QUEUED
+        if streaming:
+            self._stream(reservation, -1)
+        for instance, sign in ((reservation.decode, -1), (d, 1)):
+            self.decode["pending_requests"][instance] += sign
+            self.decode["pending_tokens"][instance] += sign * reservation.input_tokens
+        reservation.decode = d
+        self.flight["decode"][reservation.flight] = d
+        if streaming:
+            self._stream(reservation, 1)
+
+    def renew(self, reservation: Reservation, now_s: float) -> None:
+        """It is alive: its lease starts anew. (The old expiry in the heap finds this out when it comes up.)"""
+        reservation.expires_s = now_s + reservation.lease_s
+
+    def advance(self, now_s: float) -> None:
+        """Everything that is due by now: predicted steps of what nobody reports, and leases that end."""
+        while self._steps and self._steps[0][0] <= now_s:
+            due_s, _, reservation = heapq.heappop(self._steps)
+            if reservation.stage == Stage.GONE:
+                continue
+            if not reservation.reported and due_s == reservation.due_s:
+                reservation.due_s = math.inf
+                if reservation.stage == Stage.PREFILL:
+                    self.prefill_done(reservation, due_s)
+                elif reservation.stage == Stage.TRANSFER:
+                    self.joined([reservation], due_s)
+                elif reservation.stage == Stage.DECODE:
+                    self.finished(reservation, due_s)
+            elif reservation.expires_s <= now_s:
+                self.expired += 1
+                self.end(reservation, "expired", now_s)
+            elif due_s < reservation.expires_s:
+                self._schedule(reservation, reservation.expires_s)
+        self.index.expire(now_s)
+        self.clock["now_s"] = max(now_s, float(self.clock["now_s"]))
+
+    def _step_at(self, reservation: Reservation, due_s: float) -> None:
+        reservation.due_s = due_s
+        self._schedule(reservation, due_s)
+
+    def _schedule(self, reservation: Reservation, due_s: float) -> None:
+        self._steps_made += 1
+        heapq.heappush(self._steps, (due_s, self._steps_made, reservation))
+
+    # --- what an engine says ---------------------------------------------------------------------------------------
+
+    def engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
+        """Take up what an engine's metrics show beyond our reservations of before they were taken."""
+        p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
+        running, waiting = metrics.running or 0, metrics.waiting or 0
+        if p is not None:
+            ours = len(self.queues[p]) + (self.running[p] is not None)
+            old = self.external_prefill[p]
+            if d is not None:  # coupled: what decodes is running too
+                ours += int(self.decode["batch"][d]) - self.external_decode[d].batch
+            extra = max(0, (running if d is None else 0) + waiting - ours)
+            new = External(queue_s=extra * float(self.mean_prefill_s[p]), queue_requests=extra)
+            self.prefill["queue_requests"][p] += new.queue_requests - old.queue_requests
+            self.prefill["queued_s"][p] = max(0.0, float(self.prefill["queued_s"][p]) + new.queue_s - old.queue_s)
+            self.external_prefill[p] = new
+            busy = self.running[p] is not None or extra > 0
+            if busy and not self.prefill["running"][p]:
+                self.prefill["running_end_s"][p] = self.clock["now_s"]
+            self.prefill["running"][p] = busy
+        if d is not None:
+            row = self.decode[d]
+            old = self.external_decode[d]
+            ours = int(row["batch"]) - old.batch
+            extra = max(0, running - ours - (int(row["waiting_requests"]) if p is None else 0))
+            capacity = float(self.observer.parameters.decode["kv_capacity_tokens"][d])
+            now_s = float(self.clock["now_s"])
+            context = self._context_tokens(d, now_s) if ours else 0.0
+            kv_tokens = 0.0
+            if extra and metrics.kv_usage is not None:
+                kv_tokens = max(0.0, metrics.kv_usage * capacity - max(0.0, context - old.kv_tokens))
+            row["batch"] = ours + extra
+            row["kv_tokens"] = max(0.0, context - (old.kv_tokens if ours else 0.0)) + kv_tokens
+            row["updated_s"] = max(now_s, float(row["updated_s"])) if ours else now_s
+            self.external_decode[d] = External(batch=extra, kv_tokens=kv_tokens)
+
+    def engine_load(self, worker_id: str, load: Any) -> None:
+        """Take over what an engine says of itself (`WorkerLoad`): only it knows.
+
+        Raises:
+            KeyError: there is no such worker.
+        """
+        p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
+        if p is None and d is None:
+            raise KeyError(worker_id)
+        given = load.HasField
+        if p is not None:
+            row = self.prefill[p]
+            if given("prefill_end_s"):
+                row["running_end_s"] = load.prefill_end_s
+            self._take_nic(row, load, p, ("tx_flows", "rx_flows"), (("tx_bytes_per_s", "tx_used"),))
+            if given("tx_backlog_bytes"):
+                row["tx_backlog_bytes"] = load.tx_backlog_bytes
+        if d is not None:
+            row = self.decode[d]
+            if given("batch"):
+                row["batch"] = load.batch
+            if given("kv_tokens"):
+                row["kv_tokens"] = load.kv_tokens
+                row["updated_s"] = load.at_s or float(self.clock["now_s"])
+            self._take_nic(row, load, len(self.prefills) + d, ("rx_flows",), ())
+
+    def _take_nic(self, row: Any, load: Any, node: int, flows: Iterable[str], rates: Iterable[tuple[str, str]]) -> None:
+        for name in flows:
+            if load.HasField(name):
+                row[name] = getattr(load, name)
+                self.reports_nic[node] = True
+        for name, column in (*rates, ("rx_bytes_per_s", "rx_used")):
+            if load.HasField(name):
+                row[column] = getattr(load, name)
+                self.reports_nic[node] = True
+
+    # --- reckoning ---------------------------------------------------------------------------------------------------
+
+    def _context_tokens(self, d: int, at_s: float) -> float:
+        """As `envs.kernel.latency.context_tokens`."""
+        row = self.decode[d]
+        batch = int(row["batch"])
+        if batch == 0:
+            return 0.0
+        return float(row["kv_tokens"]) + batch * max(0.0, at_s - float(row["updated_s"])) / self._step_s(d)
+
+    def _step_s(self, d: int) -> float:
+        row, node = self.decode[d], self.observer.parameters.decode[d]
+        growing = float(node["step_request_s"]) * int(row["batch"]) + float(node["step_token_s"]) * float(row["kv_tokens"])
+        return float(node["step_base_s"]) + growing
+
+    def _generated(self, d: int, reservation: Reservation, at_s: float) -> float:
+        return max(0.0, at_s - reservation.join_s) / self._step_s(d)
+
+    def _stream(self, reservation: Reservation, sign: int) -> None:
+        """The KV of a request streams to its decode instance while it is computed ([A] 5.2), or does so no more."""
+        size = reservation.input_tokens * self.spec.model.kv_bytes_per_token
+        target = len(self.prefills) + reservation.decode
+        self._flow(reservation.prefill, target, size, size / reservation.predicted_s, sign)
+
+    def _flow(self, source: int, target: int, size: float, rate: float, sign: int) -> None:
+        """A transfer of at most `rate` bytes per second begins (sign 1) or ends (-1)."""
+        if not self.reports_nic[source]:
+            row = self.prefill[source]
+            row["tx_flows"] += sign
+            row["tx_backlog_bytes"] += sign * size
+            self._use(row, "tx", float(self.observer.parameters.prefill["nic_bytes_per_s"][source]), rate, sign)
+        if not self.reports_nic[target]:
+            prefills = len(self.prefills)
+            if target < prefills:
+                row, node = self.prefill[target], self.observer.parameters.prefill[target]
+            else:
+                row, node = self.decode[target - prefills], self.observer.parameters.decode[target - prefills]
+            row["rx_flows"] += sign
+            self._use(row, "rx", float(node["nic_bytes_per_s"]), rate, sign)
+
+    @staticmethod
+    def _use(row: Any, side: str, nic: float, rate: float, sign: int) -> None:
+        used = float(row[side + "_used"]) + sign * min(rate, nic)
+        row[side + "_used"] = min(nic, max(0.0, used)) if row[side + "_flows"] > 0 else 0.0
+
+    def _missing(self, p: int, blocks: NDArray[np.int32]) -> int:
+        """How many of the blocks are not on an instance."""
+        word, bit = divmod(p, ROW_BITS)
+        words = self.observer.state.blocks[blocks, word]
+        return len(blocks) - int(np.count_nonzero(words & (1 << (ROW_BITS * HOST + bit))))
+
+    def _count_blocks(self, p: int | None = None) -> None:
+        """Bring the used shares of the cache tiers up to date."""
+        for i in range(len(self.prefills)) if p is None else (p,):
+            self.prefill["host_used"][i] = self.index.host_used[i] + self.fetching[i]
+            self.prefill["device_used"][i] = self.index.device_used[i]
+
+    def worker(self, worker_id: str) -> Worker | None:
+        """A worker by its id."""
+        return next((worker for worker in self.cluster.workers if worker.id == worker_id), None)

@@ -1,0 +1,365 @@
+"""The gRPC face: `conductor.v1.Conductor` on a `Conductor` (protos in runtime/proto)."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import uuid
+from collections.abc import AsyncIterator, Callable
+from itertools import groupby
+from typing import Any
+
+import grpc
+import numpy as np
+from pydantic import ValidationError
+
+from envs.spec import SpecError
+from envs.state import Source
+
+from . import workers as _workers
+from .conductor import Conductor, Explained
+from .live_state import Reservation
+from .proto import conductor_pb2 as pb
+from .proto import conductor_pb2_grpc
+from .request import Assignment, Rejection, Request, RequestError
+
+log = logging.getLogger(__name__)
+
+TEXT_BYTES_PER_TOKEN = 4
+LONGEST_ID = 256
+SNAPSHOT_CHUNK = 1 << 20
+_WORKER_FIELDS = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank")
+
+
+def request_of(message: pb.ScheduleRequest) -> Request:
+    """A request from its message.
+
+    Raises:
+        RequestError: a field cannot be; the message names it.
+    """
+    if len(message.request_id) > LONGEST_ID:
+        raise RequestError(f"request_id: expected at most {LONGEST_ID} characters, found {len(message.request_id)}")
+    request = Request(message.request_id or uuid.uuid4().hex)
+    kind = message.WhichOneof("prompt")
+    if kind == "tokens":
+        if len(message.tokens) % 4:
+            raise RequestError(f"tokens: expected little-endian uint32, found {len(message.tokens)} bytes")
+        request.tokens = np.frombuffer(message.tokens, "<u4")
+    elif kind == "block_hashes":
+        if len(message.block_hashes.hashes) % 8:
+            size = len(message.block_hashes.hashes)
+            raise RequestError(f"block_hashes.hashes: expected little-endian uint64, found {size} bytes")
+        request.hashes = np.frombuffer(message.block_hashes.hashes, "<u8")
+        request.input_tokens = message.block_hashes.input_tokens
+    elif kind == "input_tokens":
+        request.input_tokens = message.input_tokens
+    elif kind == "text_bytes":
+        request.input_tokens = -(-message.text_bytes // TEXT_BYTES_PER_TOKEN)
+    else:
+        raise RequestError("prompt: expected one of tokens, block_hashes, input_tokens, text_bytes")
+    request.lora_name, request.cache_salt = message.lora_name, message.cache_salt
+    request.ttft_slo_s = message.ttft_slo_s or None
+    request.tbt_slo_s = message.tbt_slo_s or None
+    request.tenant = message.tenant
+    request.priority = message.priority
+    if message.candidates:
+        request.candidates = frozenset(message.candidates)
+    request.arrival_s = message.arrival_s
+    request.lease_s = message.lease_s or None
+    request.reported = not message.unreported
+    request.dry_run = message.dry_run
+    return request
+
+
+def _endpoint(worker: _workers.Worker) -> pb.Endpoint:
+    return pb.Endpoint(id=worker.id, address=worker.address)
+
+
+def response_of(answer: Assignment | Rejection) -> pb.ScheduleResponse:
+    """The message for an answer."""
+    response = pb.ScheduleResponse(request_id=answer.request_id, policy=answer.policy, fell_back=answer.fell_back)
+    if isinstance(answer, Assignment):
+        response.assignment.MergeFrom(
+            pb.Assignment(
+                prefill=_endpoint(answer.prefill),
+                decode=_endpoint(answer.decode),
+                source=int(answer.source),  # type: ignore[arg-type]
+                holder=_endpoint(answer.holder) if answer.holder else None,
+                fallbacks=[pb.Pair(prefill=_endpoint(p), decode=_endpoint(d)) for p, d in answer.fallbacks],
+                input_tokens=answer.input_tokens,
+                reused_tokens=answer.reused_tokens,
+                predicted_ttft_s=answer.predicted_ttft_s,
+                predicted_tbt_s=answer.predicted_tbt_s,
+                lease_s=answer.lease_s,
+            )
+        )
+    else:
+        response.rejection.MergeFrom(
+            pb.Rejection(
+                reason=answer.reason.value,
+                message=answer.message,
+                retry_after_s=answer.retry_after_s,
+                predicted_ttft_s=answer.predicted_ttft_s,
+                predicted_tbt_s=answer.predicted_tbt_s,
+                http_status=answer.reason.http_status,
+            )
+        )
+    return response
+
+
+def explanation_of(explained: Explained, prefills: list[str], decodes: list[str]) -> pb.Explanation:
+    """Why a request went where it went: what every instance had to offer."""
+    observation, answer = explained.observation, explained.answer
+    p, d = -1, -1
+    if explained.action:
+        p, d = divmod((explained.action - 1) // 3, observation.decode.shape[1])
+    request, cluster = observation.request[0, 0], observation.cluster[0, 0]
+    if isinstance(answer, Rejection):
+        verdict = f"{answer.reason.value}: {answer.message}"
+    else:
+        source = {Source.LOCAL: "its own cache", Source.RECOMPUTE: "no cache"}.get(answer.source, "")
+        source = source or f"the cache of {answer.holder.id if answer.holder else 'another'}"
+        verdict = (
+            f"prefill on {answer.prefill.id} with {answer.reused_tokens} of {answer.input_tokens} tokens from {source}, "
+            f"decode on {answer.decode.id}: TTFT {answer.predicted_ttft_s:.3g} s, "
+            f"TBT {answer.predicted_tbt_s * 1e3:.3g} ms predicted"
+        )
+    return pb.Explanation(
+        request_id=answer.request_id,
+        policy=answer.policy,
+        fell_back=answer.fell_back,
+        verdict=verdict,
+        prefills=[
+            pb.PrefillView(
+                id=prefills[i],
+                up=bool(observation.prefill_mask[0, i, 0]),
+                chosen=i == p,
+                **{
+                    name: float(row[name])
+                    for name in (
+                        "queue_s",
+                        "local_tokens",
+                        "fetch_tokens",
+                        "fetch_s",
+                        "ttft_local_s",
+                        "ttft_fetch_s",
+                        "ttft_recompute_s",
+                    )
+                },
+            )
+            for i, row in enumerate(observation.prefill[0])
+        ],
+        decodes=[
+            pb.DecodeView(
+                id=decodes[i],
+                up=bool(observation.decode_mask[0, i]),
+                chosen=i == d,
+                **{
+                    name: float(row[name])
+                    for name in ("batch", "kv_tokens", "free_tokens", "tbt_now_s", "tbt_assigned_s", "tbt_at_join_s")
+                },
+            )
+            for i, row in enumerate(observation.decode[0])
+        ],
+        prefill_load=float(cluster["prefill_load"]),
+        decode_load_now=float(cluster["decode_load_now"]),
+        decode_load_forecast=float(cluster["decode_load_forecast"]),
+        ttft_slo_s=float(request["ttft_slo_s"]),
+        tbt_slo_s=float(request["tbt_slo_s"]),
+        input_tokens=int(request["input_tokens"]),
+    )
+
+
+class ConductorService(conductor_pb2_grpc.ConductorServicer):
+    """The servicer.
+
+    Args:
+        conductor: who decides. note: of a worker, what is wrong with it ("" where nothing is), for `GetState`.
+        kv_cursor: of a worker, the last KV event applied and whether the index is in step with it.
+        snapshot: the bytes of a snapshot, for a replica that starts.
+    """
+
+    def __init__(
+        self,
+        conductor: Conductor,
+        *,
+        note: Callable[[str], str] = lambda worker_id: "",
+        kv_cursor: Callable[[str], tuple[int, bool]] = lambda worker_id: (-1, False),
+        snapshot: Callable[[], bytes] | None = None,
+        membership: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.conductor = conductor
+        self.note = note
+        self.kv_cursor = kv_cursor
+        self.snapshot = snapshot
+        self.membership = membership  # called when workers come or go
+
+    def _schedule(self, message: pb.ScheduleRequest) -> pb.ScheduleResponse:
+        answer = self.conductor.schedule(request_of(message))
+        response = response_of(answer)
+        if message.explain:
+            explained = self.conductor.explained(answer.request_id)
+            if explained is not None:
+                response.explanation.CopyFrom(self._explanation(explained))
+        return response
+
+    def _explanation(self, explained: Explained) -> pb.Explanation:
+        state = self.conductor.state
+        return explanation_of(explained, [w.id for w in state.prefills], [w.id for w in state.decodes])
+
+    async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:
+        try:
+            return self._schedule(request)
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            raise
+
+    async def ScheduleStream(
+        self, request_iterator: AsyncIterator[pb.ScheduleRequest], context: Any
+    ) -> AsyncIterator[pb.ScheduleResponse]:
+        async for request in request_iterator:
+            try:
+                yield self._schedule(request)
+            except RequestError as error:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.request_id}: {error}")
+
+    async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
+        conductor = self.conductor
+        unknown = 0
+        for (kind, _, at_s), events in groupby(request.events, key=self._together):
+            held = []
+            for event in events:
+                reservation = conductor.state.reservations.get(event.request_id)
+                if reservation is None:
+                    unknown += 1
+                else:
+                    held.append((reservation, event))
+            if held:
+                now_s = conductor.clock.now(at_s)
+                conductor.state.advance(now_s)
+                self._apply(kind, held, now_s)
+        for load in request.loads:
+            if load.HasField("kv_tokens") and conductor.clock.external:
+                conductor.clock.now()
+            try:
+                conductor.state.engine_load(load.worker_id, load)
+            except KeyError:
+                await context.abort(grpc.StatusCode.NOT_FOUND, f"loads: no worker is called {load.worker_id!r}")
+        return pb.ReportResponse(unknown=unknown)
+
+    def _together(self, event: pb.Event) -> tuple[str | None, int | str, float]:
+        """Events that count as one: those that join a batch at the same time."""
+        kind = event.WhichOneof("what")
+        if kind == "first_token":
+            reservation = self.conductor.state.reservations.get(event.request_id)
+            if reservation is not None:
+                return kind, reservation.decode, event.at_s
+        return kind, event.request_id, event.at_s
+
+    def _apply(self, kind: str | None, held: list[tuple[Reservation, pb.Event]], now_s: float) -> None:
+        state = self.conductor.state
+        reservation, event = held[0]
+        for each, _ in held:
+            if each.reported:
+                state.renew(each, now_s)
+        if kind == "prefill_started":
+            state.prefill_started(reservation, now_s, event.prefill_started.expected_end_s)
+        elif kind == "fetch_landed":
+            state.fetch_landed(reservation)
+        elif kind == "prefill_done":
+            done = event.prefill_done
+            if done.ttft_s:
+                reservation.ttft_s = done.ttft_s
+            if done.prefill_s:
+                reservation.prefill_s = done.prefill_s
+            state.prefill_done(reservation, now_s)
+        elif kind == "kv_ready":
+            state.kv_ready(reservation)
+        elif kind == "first_token":
+            state.joined([each for each, _ in held], now_s, event.first_token.stall_s or None)
+        elif kind == "finished":
+            done_ = event.finished
+            state.finished(
+                reservation,
+                now_s,
+                output_tokens=done_.output_tokens,
+                ttft_s=done_.ttft_s or math.nan,
+                tbt_s=done_.tbt_s or math.nan,
+                decode_s=done_.decode_s or math.nan,
+            )
+        elif kind == "failed":
+            state.end(reservation, event.failed.stage or "failed", now_s)
+
+    async def Register(self, request: pb.RegisterRequest, context: Any) -> pb.RegisterResponse:
+        fields = {name: getattr(request.worker, name) for name in _WORKER_FIELDS}
+        try:
+            worker = _workers.Worker.model_validate({name: value for name, value in fields.items() if value != ""})
+            added = self.conductor.register(worker)
+        except ValidationError as error:
+            problem = error.errors()[0]
+            where = ".".join(str(part) for part in problem["loc"])
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"worker.{where}: {problem['msg']}")
+            raise
+        except (SpecError, ValueError) as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise
+        self.membership()
+        return pb.RegisterResponse(added=added)
+
+    async def Deregister(self, request: pb.DeregisterRequest, context: Any) -> pb.DeregisterResponse:
+        try:
+            removed = self.conductor.deregister(request.id)
+        except SpecError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+            raise
+        self.membership()
+        return pb.DeregisterResponse(removed=removed)
+
+    async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
+        conductor = self.conductor
+        state = conductor.state
+        state.advance(conductor.clock.now())
+        response = pb.GetStateResponse(
+            now_s=float(state.clock["now_s"]),
+            policy=conductor.policy.name,
+            cluster=state.spec.name,
+            in_flight=len(state.flying),
+            blocks=state.index.used,
+        )
+        for worker in conductor.workers:
+            p, d = state.prefill_of.get(worker.id), state.decode_of.get(worker.id)
+            sequence, synced = self.kv_cursor(worker.id)
+            shown = response.workers.add(note=self.note(worker.id), kv_sequence=sequence, kv_synced=synced)
+            shown.worker.MergeFrom(pb.Worker(**{name: getattr(worker, name) for name in _WORKER_FIELDS}))
+            if p is not None:
+                row = state.prefill[p]
+                shown.up = bool(row["up"])
+                running_s = max(0.0, float(row["running_end_s"] - state.clock["now_s"])) if row["running"] else 0.0
+                shown.queue_s = running_s + float(row["queued_s"])
+                shown.queue_requests = int(row["queue_requests"])
+                shown.host_blocks, shown.device_blocks = int(row["host_used"]), int(row["device_used"])
+            if d is not None:
+                row = state.decode[d]
+                shown.up = bool(row["up"])
+                shown.batch, shown.kv_tokens = int(row["batch"]), float(row["kv_tokens"])
+                shown.pending_requests = int(row["pending_requests"])
+        return response
+
+    async def Explain(self, request: pb.ExplainRequest, context: Any) -> pb.Explanation:
+        explained = self.conductor.explained(request.request_id)
+        if explained is None:
+            await context.abort(
+                grpc.StatusCode.NOT_FOUND, f"request_id {request.request_id!r}: not among the decisions remembered"
+            )
+            raise KeyError(request.request_id)
+        return self._explanation(explained)
+
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[pb.SnapshotChunk]:
+        if self.snapshot is None:
+            await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this sidecar keeps no snapshots")
+            return
+        data = self.snapshot()
+        for start in range(0, len(data), SNAPSHOT_CHUNK):
+            yield pb.SnapshotChunk(data=data[start : start + SNAPSHOT_CHUNK])
+            await asyncio.sleep(0)

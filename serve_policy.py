@@ -1,0 +1,101 @@
+"""`python serve_policy.py`: the scheduling sidecar. Decides for live requests with any policy, heuristic or learned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+from typing import Annotated, Any
+
+import typer
+
+EXIT_BAD_INPUT = 2
+
+EPILOG = """examples:
+
+python serve_policy.py --policy conductor+predictive --cluster cluster.yaml
+
+    decide over gRPC (conductor.v1.Conductor) on 127.0.0.1:50051
+
+python serve_policy.py --policy best.onnx --shadow conductor+slo --cluster cluster.yaml \\
+    --ext-proc 127.0.0.1:9002 --metrics 127.0.0.1:9090
+
+    a learned policy as Envoy's endpoint picker, with a heuristic that decides beside it without effect
+
+python serve_policy.py --cluster cluster.yaml --canary runs/new --canary-share 0.05 --log decisions/
+
+    a new policy for one request in twenty, every decision logged; then: python leaderboard.py --log decisions/
+"""
+
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+
+
+@app.callback(invoke_without_command=True, epilog=EPILOG)
+def serve(
+    context: typer.Context,
+    policy: Annotated[
+        str, typer.Option(help="ROUTER[+ADMISSION] (python -m policies list), a run folder, an exported .onnx")
+    ] = "conductor+predictive",
+    cluster: Annotated[
+        str, typer.Option(help="Cluster file (a ClusterSpec with a workers section), or a built-in cluster: 2p2d, 8p8d")
+    ] = "2p2d",
+    grpc: Annotated[str, typer.Option(help="HOST:PORT of the gRPC service; port 0 takes a free one")] = "127.0.0.1:50051",
+    ext_proc: Annotated[str, typer.Option(help="HOST:PORT of Envoy's external processing; may equal --grpc")] = "",
+    metrics: Annotated[str, typer.Option(help="HOST:PORT of /metrics, /healthz and /readyz")] = "",
+    indexer: Annotated[str, typer.Option(help="HOST:PORT of Mooncake's indexer API; may equal --metrics")] = "",
+    config: Annotated[str, typer.Option(help="YAML with policies that may change while serving; read again on SIGHUP")] = "",
+    fallback: Annotated[str, typer.Option(help="Heuristic that decides where the policy fails")] = "conductor+slo",
+    shadow: Annotated[str, typer.Option(help="Policy that decides beside the first, without effect")] = "",
+    canary: Annotated[str, typer.Option(help="Policy that decides for a share of the requests")] = "",
+    canary_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="That share")] = 0.0,
+    deadline_ms: Annotated[float, typer.Option(min=0.01, help="Most time for a decision, else the fallback's")] = 5.0,
+    lease_s: Annotated[float, typer.Option(min=0.1, help="A reservation ends by itself after so long without report")] = 120.0,
+    log: Annotated[str, typer.Option(help="Folder for the decision log (Parquet)")] = "",
+    snapshot: Annotated[str, typer.Option(help="File that keeps the prefix index over restarts")] = "",
+    peer: Annotated[str, typer.Option(help="HOST:PORT of another sidecar to start warm from")] = "",
+    calibrate: Annotated[bool, typer.Option(help="Fit each worker's latency from what is reported")] = True,
+    blocks: Annotated[int, typer.Option(min=1024, help="Distinct KV blocks to remember")] = 1 << 20,
+    in_flight: Annotated[int, typer.Option(min=1, help="Most requests in flight")] = 1 << 16,
+    scrape_interval_s: Annotated[float, typer.Option(min=0.01, help="Between two scrapes of a worker")] = 0.25,
+    approximate_ttl_s: Annotated[
+        float, typer.Option(min=0.1, help="How long what was routed to a worker without KV events is taken to be cached")
+    ] = 300.0,
+    observe_responses: Annotated[bool, typer.Option(help="Keep ext_proc streams open to see what became of requests")] = False,
+    max_message_bytes: Annotated[int, typer.Option(min=1024, help="Largest message and request body")] = 16 << 20,
+    max_concurrent: Annotated[int, typer.Option(min=1, help="Most calls and streams at a time")] = 4096,
+    tls_certificate: Annotated[str, typer.Option(help="PEM file; with --tls-key, serve gRPC with TLS")] = "",
+    tls_key: Annotated[str, typer.Option(help="PEM file")] = "",
+    tls_client_ca: Annotated[str, typer.Option(help="PEM file; clients must show a certificate it signed (mTLS)")] = "",
+    otel_endpoint: Annotated[str, typer.Option(help="OTLP gRPC endpoint for traces, e.g. http://127.0.0.1:4317")] = "",
+    drain_s: Annotated[float, typer.Option(min=0.0, help="How long calls may go on after SIGTERM")] = 10.0,
+    external_clock: Annotated[bool, typer.Option(help="Time is what requests and reports say (simulated workers)")] = False,
+    seed: Annotated[int, typer.Option(help="Of random policies and of the canary")] = 0,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more")] = False,
+) -> None:
+    """Serve a scheduling policy on live traffic."""
+    if context.invoked_subcommand is not None:
+        return
+    given = {name: value for name, value in locals().items() if name not in ("context", "verbose")}
+    logging.basicConfig(
+        level=logging.DEBUG if verbose else logging.INFO,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    raise typer.Exit(_serve(given))
+
+
+def _serve(given: dict[str, Any]) -> int:
+    try:
+        from runtime.sidecar import FAULTS, Options, Sidecar
+    except ImportError as error:
+        print(f"serving needs {error.name}: pip install 'conductor-gym[serve]'", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    try:
+        return asyncio.run(Sidecar(Options(**given)).run())
+    except FAULTS as error:
+        print(f"serve_policy.py: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+
+
+if __name__ == "__main__":
+    app()
