@@ -17,6 +17,7 @@ from typing import Any
 import numba
 import numpy as np
 from numba import types
+from numba.extending import typeof_impl
 
 from ..observe import observe
 from ..state import Source
@@ -64,6 +65,7 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
     def __init__(self, function: Any, signature: Any) -> None:
         self.function = function
         self._signature = signature
+        self.numba_type = types.FunctionType(signature)
 
     @cached_property
     def _address(self) -> int:
@@ -76,6 +78,12 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
 
     def signature(self) -> Any:
         return self._signature
+
+
+@typeof_impl.register(Callback)
+def _callback_type(callback: Callback, _: Any) -> Any:
+    """Numba's own way makes the type anew at every call, which takes longer than most calls."""
+    return callback.numba_type
 
 
 @compiled
