@@ -282,14 +282,14 @@ class Stream:
             await asyncio.wait_for(self.call.write(data), self.timeout_s)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.answer.late = True
 
     async def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next message; None where the stream is over or nothing comes in time (see `answer`)."""
         try:
             data = await asyncio.wait_for(self.call.read(), timeout_s or self.timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             self.answer.late = True
             return None
         except grpc.aio.AioRpcError:
@@ -355,21 +355,20 @@ class Target:
         self.endpoints = list(endpoints)
         self.model = model
         self.provoke = provoke
-        limit = 64 << 20
-        self.channel = grpc.aio.insecure_channel(
-            address,
-            options=[("grpc.max_receive_message_length", limit), ("grpc.use_local_subchannel_pool", 1)],
-        )
+        self.channel: Any = None
 
     async def connect(self) -> None:
-        """Wait until it can be reached.
+        """Reach it, in the event loop that is to use it.
 
         Raises:
-            ConnectionError: it cannot be.
+            ConnectionError: it cannot be reached.
         """
+        options = [("grpc.max_receive_message_length", 64 << 20), ("grpc.use_local_subchannel_pool", 1)]
+        self.channel = grpc.aio.insecure_channel(self.address, options=options)
         try:
             await asyncio.wait_for(self.channel.channel_ready(), self.timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
+            await self.close()
             raise ConnectionError(f"{self.address}: nobody answers there within {self.timeout_s:g} s") from None
 
     async def close(self) -> None:
@@ -392,9 +391,7 @@ class Target:
         """A request with a body. `split`: the pieces it comes in."""
         given = list(split) if split is not None else pieces(body)
         messages = [headers_message("POST", path, headers, subset=subset)]
-        messages += [
-            body_message(piece, end=trailers is None and i == len(given) - 1) for i, piece in enumerate(given)
-        ]
+        messages += [body_message(piece, end=trailers is None and i == len(given) - 1) for i, piece in enumerate(given)]
         if trailers is not None:
             messages.append(trailers_message(trailers))
         stream = self.open()
