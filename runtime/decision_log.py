@@ -136,10 +136,10 @@ def pack(observation: Observation, row: int = 0) -> bytes:
     return b"".join([table[row].tobytes() for table in observation])
 
 
-def packed_bytes(prefills: int, decodes: int) -> int:
-    """Length of a packed observation."""
-    values = _WIDTH["request"] + _WIDTH["prefill"] * prefills + _WIDTH["decode"] * decodes + _WIDTH["cluster"]
-    return 8 * values + 3 * prefills + decodes
+# Bytes of a packed observation: of the whole, of each prefill instance, of each decode instance; masks included.
+_PACKED = 8 * (_WIDTH["request"] + _WIDTH["cluster"])
+_PACKED_PREFILL = 8 * _WIDTH["prefill"] + len(Source)
+_PACKED_DECODE = 8 * _WIDTH["decode"] + 1
 
 
 # --- buffers -----------------------------------------------------------------------------------------------------
@@ -198,9 +198,7 @@ class _Buffer:
         self.count = 0
         self.used = 0
         self.request_ids: list[str] = []
-        self.words: dict[str, int] = {"": 0}
-        self.tenants: dict[str, int] = {"": 0}
-        self.sessions: dict[str, int] = {"": 0}
+        self.words, self.tenants, self.sessions = (_Codes({"": 0}) for _ in range(3))
         self.started_s = 0.0  # monotonic
         self.started_unix_s = 0.0
 
@@ -210,24 +208,24 @@ class _Buffer:
         return self.memory[: self.count * _PACK.size].view(_DTYPE)
 
 
-def _code(codes: dict[str, int], word: str) -> int:
-    """The word's number; a new one gets the next."""
-    found = codes.get(word)
-    if found is None:
-        found = codes[word] = len(codes)
-    return found
+class _Codes(dict[str, int]):
+    """Numbers of words; a new word gets the next."""
+
+    def __missing__(self, word: str) -> int:
+        code = self[word] = len(self)
+        return code
 
 
 def _good(row: LogRow) -> int:
     """1 or 0; -1 where it is not known."""
     if row.good is not None:
         return int(row.good)
-    if row.status != Ended.COMPLETED:
-        return -1 if row.status == Ended.EXPIRED else 0
-    if row.ttft_s > row.ttft_slo_s or row.tbt_s > row.tbt_slo_s:
-        return 0
-    met = row.ttft_s <= row.ttft_slo_s and (row.tbt_s <= row.tbt_slo_s or row.output_tokens == 1)
-    return 1 if met else -1
+    if row.status is not Ended.COMPLETED:
+        return -1 if row.status is Ended.EXPIRED else 0
+    ttft_s, ttft_slo_s, tbt_s, tbt_slo_s = row.ttft_s, row.ttft_slo_s, row.tbt_s, row.tbt_slo_s
+    if ttft_s <= ttft_slo_s and (tbt_s <= tbt_slo_s or row.output_tokens == 1):
+        return 1
+    return 0 if ttft_s > ttft_slo_s or tbt_s > tbt_slo_s else -1
 
 
 # --- the writer --------------------------------------------------------------------------------------------------
@@ -294,7 +292,8 @@ class DecisionLog:
         self._number = 0
         self._made = 0
         self._closed = False
-        self._wake = threading.Condition(threading.Lock())
+        self._lock = threading.Lock()
+        self._wake = threading.Condition(self._lock)
         self._free: list[_Buffer] = []
         self._full: deque[_Buffer] = deque()
         self._buffer = self._take()
@@ -317,7 +316,7 @@ class DecisionLog:
 
     def record(self, row: LogRow) -> None:
         """Append a row. Any thread may; the row may be used again."""
-        with self._wake:
+        with self._lock:
             try:
                 self._append(row)
             except (struct.error, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -343,7 +342,7 @@ class DecisionLog:
         observed = 0
         if observation is not None:
             observed = len(observation)
-            if observed != packed_bytes(row.prefills, row.decodes):
+            if observed != _PACKED + _PACKED_PREFILL * row.prefills + _PACKED_DECODE * row.decodes:
                 raise ValueError(f"an observation of {observed} bytes for {row.prefills} x {row.decodes} instances")
         size = 8 * count + (observed + 7 & ~7)
         if size > self._max_bytes:
@@ -389,13 +388,13 @@ class DecisionLog:
             output,
             row.prefills,
             row.decodes,
-            _code(buffer.tenants, row.tenant),
-            _code(buffer.sessions, row.session),
-            _code(words, row.policy),
-            _code(words, row.fell_back),
-            _code(words, row.reason),
-            _code(words, row.prefill),
-            _code(words, row.decode),
+            buffer.tenants[row.tenant],
+            buffer.sessions[row.session],
+            words[row.policy],
+            words[row.fell_back],
+            words[row.reason],
+            words[row.prefill],
+            words[row.decode],
             known,
             _good(row),
             row.status,
@@ -688,10 +687,11 @@ def _strings(words: Iterable[str]) -> pa.Array:
         return pa.array([str(word).encode("utf-8", "replace").decode() for word in given], pa.string())
 
 
-def _hashes(words: dict[str, int]) -> NDArray[np.int64]:
+def _hashes(words: Iterable[str]) -> NDArray[np.int64]:
     """63 bits of a hash of each, the same in every process: int64[words]."""
-    found = np.empty(len(words), np.int64)
-    for i, word in enumerate(words):
+    given = list(words)
+    found = np.empty(len(given), np.int64)
+    for i, word in enumerate(given):
         if i % 256 == 255:
             time.sleep(0)  # the decisions' thread may want the interpreter
         digest = hashlib.blake2b(str(word).encode("utf-8", "replace"), digest_size=8).digest()

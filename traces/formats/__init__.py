@@ -14,9 +14,10 @@ known about reuse. `synthesise_blocks` adds invented sessions where that is want
 
 from __future__ import annotations
 
+import glob
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,9 @@ def load(
     """Load a trace, whatever public format it is in.
 
     Args:
-        path: a file; `builtin:NAME` for a built-in synthesised workload; a folder or a list of
-            kv-cache-tester session files, which are put together on one clock.
+        path: a file; `builtin:NAME` for a built-in synthesised workload; a folder, a list or a glob
+            pattern of kv-cache-tester session files, which are put together on one clock, or of
+            the Parquet segments of a decision log, which are put in order.
         on_error: `"raise"` on the first bad row, or `"skip"` to drop bad rows and count them in
             `Trace.skipped_rows`. A damaged file (cut off, not decodable) always raises.
         reblock: coarser blocks of this many tokens (a multiple of the file's).
@@ -75,8 +77,9 @@ def load(
             trace = builtin(text.removeprefix(BUILTIN_PREFIX), seed=seed)
         else:
             file = Path(text)
-            paths = _session_files(file) if file.is_dir() else [file]
-            trace = _load_files(paths, on_error, sort, name or _stem(file), session_rate, seed)
+            paths = files_of(file)
+            label = name or _stem(file)
+            trace = _load_files(paths, on_error, sort, label, session_rate, seed, listed=True)
     else:
         paths = [Path(p) for p in path]
         if not paths:
@@ -89,24 +92,57 @@ def _stem(path: Path) -> str:
     return path.name.split(".")[0]
 
 
-def _session_files(folder: Path) -> list[Path]:
-    files = sorted(
-        p for p in folder.iterdir() if p.is_file() and ".json" in p.suffixes and p.stat().st_size
-    )
-    if not files:
+def files_of(path: Path) -> list[Path]:
+    """The file itself, a folder's session files or decision log segments, or what a pattern finds.
+
+    Raises:
+        TraceError: there is none.
+    """
+    if path.is_dir():
+        return _files_in(path)
+    if glob.has_magic(str(path)) and not path.exists():
+        found = sorted(Path(name) for name in glob.glob(str(path)))
+        if not found:
+            raise TraceError("no file of that pattern", file=path, expected="at least one trace file")
+        return found
+    return [path]
+
+
+def _files_in(folder: Path) -> list[Path]:
+    names = sorted(folder.iterdir())
+    # What begins with a dot is somebody's unfinished file.
+    segments = [p for p in names if p.suffix == ".parquet" and not p.name.startswith(".")]
+    sessions = [p for p in names if ".json" in p.suffixes and p.is_file() and p.stat().st_size]
+    if segments and sessions:
         raise TraceError(
-            "a directory without session files",
+            f"a directory with both {segments[0].name} and {sessions[0].name}",
             file=folder,
-            expected="a trace file, or a folder of kv-cache-tester *.json[.gz] files",
+            expected="segments of one decision log, or kv-cache-tester sessions, not both",
         )
-    return files
+    if not segments and not sessions:
+        raise TraceError(
+            "a directory without session files or decision log segments",
+            file=folder,
+            expected="a trace file, a folder of kv-cache-tester *.json[.gz] files, or a decision log",
+        )
+    return segments or sessions
 
 
 def _load_files(
-    paths: list[Path], on_error: OnError, sort: bool, name: str, session_rate: float, seed: int
+    paths: list[Path],
+    on_error: OnError,
+    sort: bool,
+    name: str,
+    session_rate: float,
+    seed: int,
+    *,
+    listed: bool = False,
 ) -> Trace:
     if len(paths) == 1:
         return _load_one(paths[0], on_error, sort, name)[0]
+    if all(path.suffix == ".parquet" for path in paths):
+        segments = [(Rows(path, on_error, sort), data) for path, data in _contents(paths, listed)]
+        return parquet.read_segments(segments, name)
     if not (np.isfinite(session_rate) and session_rate > 0):
         raise TraceError(f"session_rate {session_rate}", expected="sessions per second > 0")
     gaps = np.random.default_rng(seed).exponential(1 / session_rate, len(paths))
@@ -124,6 +160,17 @@ def _load_files(
         parts.append(replace(trace, arrival_s=trace.arrival_s + start_s))
     # Sessions are not tenants.
     return replace(merge(parts, name=name), tenant_id=None)
+
+
+def _contents(paths: list[Path], listed: bool) -> Iterator[tuple[Path, bytes]]:
+    """Files and what is in them. `listed`: found in a folder, where a log that is being written may have dropped its
+    oldest segments since."""
+    for path in paths:
+        try:
+            yield path, read_bytes(path)
+        except TraceError:
+            if not listed or path.exists() or path == paths[-1]:
+                raise
 
 
 def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Trace, bool]:
