@@ -21,11 +21,10 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .kernel.xxh3 import hash_chain, xxh3
+from .kernel.xxh3 import hash_chain, xxh3_of
 
 Hashes = NDArray[np.uint64]
 NO_EXTRAS: Hashes = np.zeros(0, np.uint64)
-_ZERO = np.uint64(0)
 _MASK = (1 << 64) - 1
 LORA_ID_SEED = 1  # an adapter known by its number only is hashed with this seed: never the same as a name
 
@@ -33,11 +32,11 @@ LORA_ID_SEED = 1  # an adapter known by its number only is hashed with this seed
 class Namespace(NamedTuple):
     """Within what equal tokens are equal blocks: the seed S of all hashes, and the extra keys of every first block."""
 
-    seed: np.uint64
-    root_extra: np.uint64
+    seed: int
+    root_extra: int
 
 
-BASE = Namespace(_ZERO, _ZERO)
+BASE = Namespace(0, 0)
 
 
 def address(array: np.ndarray) -> int:
@@ -46,9 +45,15 @@ def address(array: np.ndarray) -> int:
     return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
 
 
+def signed(word: int) -> int:
+    """A 64-bit word, signed or not, as the int64 of the same bits. Kernels get these: to tell the type of a NumPy
+    scalar takes longer than to hash a block, and a large Python integer would be compiled for anew."""
+    return word - (word >> 63 << 64) if word >= 0 else word
+
+
 def xxh3_64(data: bytes, seed: int = 0) -> int:
     """XXH3-64 of some bytes with a seed."""
-    return int(xxh3(address(np.frombuffer(data, np.uint8)), len(data), np.uint64(seed & _MASK)))
+    return int(xxh3_of(address(np.frombuffer(data, np.uint8)), len(data), signed(seed)) & _MASK)
 
 
 def _name(text: str) -> int:
@@ -74,7 +79,7 @@ def namespace(
     if not lora_name and lora_id is not None:
         lora = xxh3_64(lora_id.to_bytes(8, "little", signed=True), LORA_ID_SEED)
     seed = namespace_seed(_name(model), lora, _name(salt), _name("" if tenant == "default" else tenant))
-    return Namespace(np.uint64(seed), np.uint64(extra_key(cache_salt) if cache_salt else 0))
+    return Namespace(seed, extra_key(cache_salt) if cache_salt else 0)
 
 
 def namespace_seed(model: int, lora: int, salt: int, tenant: int) -> int:
@@ -143,16 +148,15 @@ def hash_blocks(
         raise ValueError(f"block_tokens must be at least 1, found {block_tokens}")
     ids = token_array(tokens)
     hashes = np.empty(len(ids) // block_tokens, np.uint64)
-    above = _ZERO if parent is None else np.uint64(parent)
     extras = np.ascontiguousarray(extras, np.uint64)
     hash_chain(
         address(ids),
         len(hashes),
         block_tokens,
-        namespace.seed,
+        signed(namespace.seed),
         int(parent is None),
-        above,
-        namespace.root_extra,
+        signed(parent or 0),
+        signed(namespace.root_extra),
         address(extras),
         len(extras),
         address(hashes),

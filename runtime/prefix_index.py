@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from envs.state import ROW_BITS, Records
 
-from .block_hash import BASE, NO_EXTRAS, Hashes, Namespace, address, token_array
+from .block_hash import BASE, NO_EXTRAS, Hashes, Namespace, address, signed, token_array
 from .kernel import block_table as table
 from .kernel.event_apply import APPLY, apply_events
 from .kernel.event_scan import EVENT, REMOVED, STORED
@@ -173,7 +173,7 @@ class PrefixIndex:
         """Numbers of the leading known blocks, up to the first unknown. They count as used just now."""
         given = _hash_array(hashes)
         numbers = np.empty(len(given), np.int32)
-        return numbers[: table.find(self._at, address(given), len(given), address(numbers))]
+        return numbers[: table.find(self._at, given, numbers)]
 
     def find_tokens(
         self, tokens: ArrayLike, namespace: Namespace = BASE, extras: Hashes = NO_EXTRAS
@@ -189,14 +189,12 @@ class PrefixIndex:
         numbers = np.empty(count, np.int32)
         known = table.find_tokens(
             self._at,
-            address(ids),
-            count,
-            namespace.seed,
-            namespace.root_extra,
-            address(extras),
-            len(extras),
-            address(hashes),
-            address(numbers),
+            ids,
+            signed(namespace.seed),
+            signed(namespace.root_extra),
+            extras,
+            hashes,
+            numbers,
         )
         return numbers[:known], hashes
 
@@ -210,7 +208,7 @@ class PrefixIndex:
         """
         given = _hash_array(hashes)
         numbers = np.empty(len(given), np.int32)
-        return numbers[: table.intern(self._at, address(given), len(given), address(numbers), int(hold))]
+        return numbers[: table.intern(self._at, given, numbers, int(hold))]
 
     def hold(self, numbers: Numbers) -> None:
         """One more request refers to the numbers: none is recycled until as many `release` them.
@@ -218,8 +216,8 @@ class PrefixIndex:
         Raises:
             ValueError: a number that is not in use.
         """
-        ids = self._checked_numbers(numbers)
-        table.hold(self._at, address(ids), len(ids))
+        ids = _number_array(numbers)
+        _checked_number(ids, table.hold(self._at, ids), "in use")
 
     def release(self, numbers: Numbers) -> None:
         """A request no longer refers to the numbers.
@@ -227,9 +225,8 @@ class PrefixIndex:
         Raises:
             ValueError: a number that is not held.
         """
-        ids = self._checked_numbers(numbers, held=True)
-        if table.release(self._at, address(ids), len(ids)):
-            raise ValueError("a number was released more often than it was held")
+        ids = _number_array(numbers)
+        _checked_number(ids, table.release(self._at, ids), "held")
 
     def expect(self, instance: int, numbers: Numbers) -> None:
         """A request will bring the blocks to an instance: they are held, and PENDING there where not resident.
@@ -240,10 +237,13 @@ class PrefixIndex:
         Raises:
             ValueError: a number that is not in use, or an instance out of range.
         """
-        ids = self._checked_numbers(numbers)
-        if self._header["expected_used"][0] + len(ids) > self._header["expected_limit"][0]:
+        ids = _number_array(numbers)
+        where = self._checked(instance)
+        bad = table.expect(self._at, where, ids)
+        if bad == -2:
             self._grow_expected(len(ids))
-        table.expect(self._at, self._checked(instance), address(ids), len(ids))
+            bad = table.expect(self._at, where, ids)
+        _checked_number(ids, bad, "in use")
 
     def unexpect(self, instance: int, numbers: Numbers) -> None:
         """A request that was to bring blocks to an instance is done, or will not come.
@@ -251,9 +251,9 @@ class PrefixIndex:
         Raises:
             ValueError: a number that was not expected there, or an instance out of range. The others are done with.
         """
-        ids = self._checked_numbers(numbers, held=True)
-        if table.unexpect(self._at, self._checked(instance), address(ids), len(ids)):
-            raise ValueError(f"a number was not expected at instance {instance}")
+        ids = _number_array(numbers)
+        bad = table.unexpect(self._at, self._checked(instance), ids)
+        _checked_number(ids, bad, f"expected at instance {instance}")
 
     # --- residency by own hash ---
 
@@ -263,18 +263,18 @@ class PrefixIndex:
         Fewer than all get in only where every other block is held.
         """
         given = _hash_array(hashes)
-        above = np.uint64(0 if parent is None else parent)
+        above = signed(parent or 0)
         where = self._checked(instance)
         follows = int(parent is not None)
-        return int(table.store(self._at, where, int(medium), address(given), len(given), above, follows))
+        return int(table.store(self._at, where, int(medium), given, above, follows))
 
     def remove(self, instance: int, medium: Medium, hashes: Hashes) -> int:
         """Blocks are no longer on a medium; how many were. Unknown ones are passed over."""
         given = _hash_array(hashes)
-        return int(table.remove(self._at, self._checked(instance), int(medium), address(given), len(given)))
+        return int(table.remove(self._at, self._checked(instance), int(medium), given))
 
     def clear(self, instance: int, medium: Medium | None = None) -> int:
-        """An instance has nothing on a medium, or on any; how many (block, medium) that were. What is expected stays."""
+        """An instance has nothing on a medium, or on any; how many (block, medium) there were. Expectations stay."""
         where = self._checked(instance)
         done = table.clear(self._at, where, -1 if medium is None else int(medium))
         if medium is None and self._places["generation"][where] == 0:  # come round: no old entry may look current
@@ -295,7 +295,7 @@ class PrefixIndex:
             self._set(routed_shift=_shift(len(self._routed)))
         given = _hash_array(hashes)
         until_us = round(until_s * 1e6)
-        return int(table.route(self._at, self._checked(instance), address(given), len(given), until_us))
+        return int(table.route(self._at, self._checked(instance), given, until_us))
 
     def expire(self, now_s: float) -> int:
         """End assumptions whose time has come, in the order they were made; how many blocks are gone by it."""
@@ -517,16 +517,21 @@ class PrefixIndex:
             raise ValueError(f"instance must be in 0 .. {self.instances - 1}, found {instance}")
         return instance
 
-    def _checked_numbers(self, numbers: Numbers, *, held: bool = False) -> Numbers:
-        ids = np.ascontiguousarray(numbers, np.int32)
-        wrong = table.bad_number(self._at, address(ids), len(ids), int(held))
-        if wrong >= 0:
-            raise ValueError(f"block number {ids[wrong]} is not {'held' if held else 'in use'}")
-        return ids
-
 
 def _hash_array(hashes: Any) -> Hashes:
-    return np.ascontiguousarray(hashes, np.uint64)
+    """Hashes as the one kind of array that kernels are compiled for."""
+    given = np.ascontiguousarray(hashes, np.uint64)
+    return given if given.flags.writeable else given.copy()
+
+
+def _number_array(numbers: Any) -> Numbers:
+    given = np.ascontiguousarray(numbers, np.int32)
+    return given if given.flags.writeable else given.copy()
+
+
+def _checked_number(numbers: Numbers, bad: int, what: str) -> None:
+    if bad >= 0:
+        raise ValueError(f"block number {numbers[bad]} is not {what}")
 
 
 def _checked_blocks(blocks: NDArray[np.int64], instances: int | None) -> int:

@@ -362,146 +362,153 @@ def _prefetch_slot(index, own):
     prefetch(index.slots + 16 * home(own, index.slot_shift))
 
 
-# --- operations on whole arrays; every pointer is an address --------------------------------------------------------
+# --- operations on whole arrays; `at` is the address of the header ------------------------------------------------
 
 
 @compiled
-def find(at, hashes, count, numbers):
-    """Numbers of the leading known ones of `count` hashes; how many. They are touched."""
+def find(at, hashes, numbers):
+    """Numbers (int32) of the leading known ones of hashes (uint64); how many. They are touched."""
     index = index_at(at, 0)
-    own = u8_at(hashes)
-    found = i4_at(numbers)
+    count = len(hashes)
     for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, own[i])
+        _prefetch_slot(index, hashes[i])
     for i in range(count):
         if i + _AHEAD < count:
-            _prefetch_slot(index, own[i + _AHEAD])
-        number = look_up(index, own[i])
+            _prefetch_slot(index, hashes[i + _AHEAD])
+        number = look_up(index, hashes[i])
         if number < 0:
             return i
-        found[i] = number
+        numbers[i] = number
     return count
 
 
 @compiled
-def find_tokens(at, tokens, count, seed, root_extra, extras, extra_count, hashes, numbers):
-    """Hashes of `count` full blocks of the uint32 tokens at an address, and numbers of the leading known; how many.
+def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
+    """Hashes of the full blocks of uint32 tokens, and numbers of the leading known; how many. Words are int64.
 
     Hashing runs ahead of looking up, so that a slot is on its way from memory while the next blocks are hashed.
     """
     index = index_at(at, 0)
     size = 4 * index.block_tokens
-    own = u8_at(hashes)
-    found = i4_at(numbers)
+    address = np.int64(tokens.ctypes.data)
+    count = len(hashes)
     before = np.uint64(0)
     known = np.int64(0)
     open_end = True
     for i in range(count):
-        extra = u8_at(extras)[i] if i < extra_count else np.uint64(0)
-        before = next_hash(before, i == 0, tokens + i * size, size, extra + root_extra if i == 0 else extra, seed)
-        own[i] = before
+        extra = extras[i] if i < len(extras) else np.uint64(0)
+        if i == 0:
+            extra += np.uint64(root_extra)
+        before = next_hash(before, i == 0, address + i * size, size, extra, np.uint64(seed))
+        hashes[i] = before
         if open_end:
             _prefetch_slot(index, before)
             if i >= _AHEAD:
-                number = look_up(index, own[known])
+                number = look_up(index, hashes[known])
                 if number < 0:
                     open_end = False
                 else:
-                    found[known] = number
+                    numbers[known] = number
                     known += 1
     while open_end and known < count:
-        number = look_up(index, own[known])
+        number = look_up(index, hashes[known])
         if number < 0:
             break
-        found[known] = number
+        numbers[known] = number
         known += 1
     return known
 
 
 @compiled
-def intern(at, hashes, count, numbers, keep):
-    """Numbers of a chain of `count` hashes, new ones where unknown; how many before there was no room. All are held
-    meanwhile, and stay held once more if `keep`.
+def intern(at, hashes, numbers, keep):
+    """Numbers of a chain of hashes, new ones where unknown; how many before there was no room. All are held meanwhile,
+    and stay held once more if `keep`.
     """
     index = index_at(at, 0)
-    own = u8_at(hashes)
-    made = i4_at(numbers)
+    count = len(hashes)
     before = np.int64(-1)
     done = count
     for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, own[i])
+        _prefetch_slot(index, hashes[i])
     for i in range(count):
         if i + _AHEAD < count:
-            _prefetch_slot(index, own[i + _AHEAD])
-        before = number_of(index, own[i], before)
+            _prefetch_slot(index, hashes[i + _AHEAD])
+        before = number_of(index, hashes[i], before)
         if before < 0:
             done = i
             break
         cell_of(index, before).held += 1
-        made[i] = before
+        numbers[i] = before
     if keep == 0:
         index.exhausted = 0
         for i in range(done):
-            cell_of(index, np.int64(made[i])).held -= 1
+            cell_of(index, np.int64(numbers[i])).held -= 1
     return done
 
 
 @compiled
-def bad_number(at, numbers, count, held):
+def _first_bad(index, numbers, held):
     """The place of the first number that is not in use (or, if asked for, held by nobody); -1 if there is none."""
-    index = index_at(at, 0)
-    given = i4_at(numbers)
-    for i in range(count):
-        number = np.int64(given[i])
+    for i in range(len(numbers)):
+        number = np.int64(numbers[i])
         if number < 0 or number >= index.capacity:
             return i
         cell = cell_of(index, number)
-        if cell.used == 0 or (held != 0 and cell.held == 0):
+        if cell.used == 0 or (held and cell.held == 0):
             return i
     return -1
 
 
 @compiled
-def hold(at, numbers, count):
-    """One more request holds each of the numbers."""
+def hold(at, numbers):
+    """One more request holds each of the numbers. -1, or the place of one not in use, and nothing is done."""
     index = index_at(at, 0)
-    for i in range(count):
-        cell_of(index, np.int64(i4_at(numbers)[i])).held += 1
+    bad = _first_bad(index, numbers, False)
+    if bad < 0:
+        for i in range(len(numbers)):
+            cell_of(index, np.int64(numbers[i])).held += 1
+    return bad
 
 
 @compiled
-def release(at, numbers, count):
-    """One request fewer holds each of the numbers; from the end, so that a chain goes whole. How many were not held."""
+def release(at, numbers):
+    """One request fewer holds each of the numbers; from the end, so that a chain goes whole.
+
+    -1, or the place of one nobody holds. If it was held before the call, but not as often as it is listed, the rest is
+    done all the same.
+    """
     index = index_at(at, 0)
+    bad = _first_bad(index, numbers, True)
+    if bad >= 0:
+        return bad
     index.exhausted = 0
-    wrong = 0
-    for i in range(count - 1, -1, -1):
-        number = np.int64(i4_at(numbers)[i])
+    for i in range(len(numbers) - 1, -1, -1):
+        number = np.int64(numbers[i])
         cell = cell_of(index, number)
         if cell.held <= 0:
-            wrong += 1
+            bad = i
             continue
         cell.held -= 1
         if cell.held == 0:
             retire(index, number)
-    return wrong
+    return bad
 
 
 @compiled
-def store(at, p, medium, hashes, count, before_hash, follows):
-    """A chain of `count` blocks, after the one of `before_hash` if it `follows` one, is on a medium; how many
+def store(at, p, medium, hashes, before_hash, follows):
+    """A chain of blocks, after the one of `before_hash` if it `follows` one, is on a medium; how many
     got in.
     """
     index = index_at(at, 0)
-    own = u8_at(hashes)
-    before = look_up(index, before_hash) if follows != 0 else np.int64(-1)
+    count = len(hashes)
+    before = look_up(index, np.uint64(before_hash)) if follows != 0 else np.int64(-1)
     done = 0
     for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, own[i])
+        _prefetch_slot(index, hashes[i])
     for i in range(count):
         if i + _AHEAD < count:
-            _prefetch_slot(index, own[i + _AHEAD])
-        before = number_of(index, own[i], before)
+            _prefetch_slot(index, hashes[i + _AHEAD])
+        before = number_of(index, hashes[i], before)
         if before >= 0:
             put(index, before, p, medium)
             done += 1
@@ -509,13 +516,12 @@ def store(at, p, medium, hashes, count, before_hash, follows):
 
 
 @compiled
-def remove(at, p, medium, hashes, count):
+def remove(at, p, medium, hashes):
     """Blocks are no longer on a medium; how many were."""
     index = index_at(at, 0)
-    own = u8_at(hashes)
     done = 0
-    for i in range(count - 1, -1, -1):
-        slot = _slot(index, _search(index, own[i]))
+    for i in range(len(hashes) - 1, -1, -1):
+        slot = _slot(index, _search(index, hashes[i]))
         if slot.number != 0:
             number = np.int64(slot.number) - 1
             if drop(index, number, p, medium):
@@ -599,11 +605,19 @@ def move_pairs(old, size, table, mask, shift, renumbered):
 
 
 @compiled
-def expect(at, p, numbers, count):
-    """A request will bring blocks to instance p: they are held, and pending where not resident."""
+def expect(at, p, numbers):
+    """A request will bring blocks to instance p: they are held, and pending where not resident.
+
+    -1, or the place of a number not in use, and nothing is done; -2 if the table of pairs must grow first.
+    """
     index = index_at(at, 0)
-    for i in range(count):
-        number = np.int64(i4_at(numbers)[i])
+    bad = _first_bad(index, numbers, False)
+    if bad >= 0:
+        return bad
+    if index.expected_used + len(numbers) > index.expected_limit:
+        return -2
+    for i in range(len(numbers)):
+        number = np.int64(numbers[i])
         key = _pair_key(number, p)
         pair = _pair_at(index.expected, _search_pair(index.expected, index.expected_mask, index.expected_shift, key))
         if pair.key == 0:
@@ -615,20 +629,26 @@ def expect(at, p, numbers, count):
         word = _word(index, number, p)
         if i8_at(index.blocks)[word] & _bit(HOST, p) == 0:
             i8_at(index.blocks)[word] |= _bit(PENDING, p)
+    return -1
 
 
 @compiled
-def unexpect(at, p, numbers, count):
-    """A request that was expected to bring blocks to instance p is done with them; how many it was not expected for."""
+def unexpect(at, p, numbers):
+    """A request that was to bring blocks to instance p is done with them.
+
+    -1, or the place of a number not expected there; the rest is done all the same.
+    """
     index = index_at(at, 0)
+    bad = _first_bad(index, numbers, True)
+    if bad >= 0:
+        return bad
     index.exhausted = 0
-    wrong = 0
-    for i in range(count - 1, -1, -1):
-        number = np.int64(i4_at(numbers)[i])
+    for i in range(len(numbers) - 1, -1, -1):
+        number = np.int64(numbers[i])
         place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
         pair = _pair_at(index.expected, place)
         if pair.key == 0:
-            wrong += 1
+            bad = i
             continue
         pair.value -= 1
         if pair.value == 0:
@@ -639,7 +659,7 @@ def unexpect(at, p, numbers, count):
         cell.held -= 1
         if cell.held == 0:
             retire(index, number)
-    return wrong
+    return bad
 
 
 # --- what is only assumed to be somewhere, for a time ---------------------------------------------------------------
@@ -679,17 +699,16 @@ def forget(at, now_us):
 
 
 @compiled
-def route(at, p, hashes, count, expires_us):
+def route(at, p, hashes, expires_us):
     """A chain of blocks is assumed to be on instance p until a time; how many got in.
 
     Where too much is assumed already, the oldest is forgotten before its time.
     """
     index = index_at(at, 0)
-    own = u8_at(hashes)
     before = np.int64(-1)
     done = 0
-    for i in range(count):
-        before = number_of(index, own[i], before)
+    for i in range(len(hashes)):
+        before = number_of(index, hashes[i], before)
         if before < 0:
             continue
         done += 1
@@ -701,7 +720,7 @@ def route(at, p, hashes, count, expires_us):
         put(index, before, p, ROUTED)  # should the ring have forgotten just this one
         entry = _route_at(index.routes, index.route_last & index.route_mask)
         index.route_last += 1
-        entry.hash = own[i]
+        entry.hash = hashes[i]
         entry.number = before
         entry.instance = p
         entry.expires_us = expires_us

@@ -201,6 +201,12 @@ def xxh3(address, length, seed):
 
 
 @compiled
+def xxh3_of(address, length, seed):
+    """XXH3-64 of bytes at an address, for a call from Python: all words are int64."""
+    return np.int64(xxh3(address, length, np.uint64(seed)))
+
+
+@compiled
 def xxh3_pair(low, high, seed):
     """XXH3-64 of the 16 bytes of two little-endian words."""
     return _pair(low, high, _ROOM, seed)
@@ -225,13 +231,15 @@ def hash_chain(tokens, count, block_tokens, seed, rooted, parent, root_extra, ex
     """Chained hashes of `count` blocks of the uint32 `tokens` into the uint64 `hashes`; all three are addresses.
 
     `parent` is the hash of the block before the first, where `rooted` is 0. `root_extra` is added to the extra keys of
-    the first block of a root, `extras` [extra_count] to those of each block.
+    the first block of a root, `extras` [extra_count] to those of each block. Words are passed as int64.
     """
     size = 4 * block_tokens
-    before = parent
+    before = np.uint64(parent)
     made = u8_at(hashes)
     for i in range(count):
         extra = u8_at(extras)[i] if i < extra_count else np.uint64(0)
         starts = i == 0 and rooted != 0
-        before = next_hash(before, starts, tokens + i * size, size, extra + root_extra if starts else extra, seed)
+        if starts:
+            extra += np.uint64(root_extra)
+        before = next_hash(before, starts, tokens + i * size, size, extra, np.uint64(seed))
         made[i] = before

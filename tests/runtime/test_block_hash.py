@@ -65,7 +65,7 @@ def test_chain(
 ) -> None:
     where = namespace(model, lora, cache_salt=salt)
     made = hash_blocks(tokens, size, namespace=where, parent=parent, extras=np.array(extras, np.uint64))
-    expected = plain_chain(tokens, size, int(where.seed), int(where.root_extra), parent, extras)
+    expected = plain_chain(tokens, size, where.seed, where.root_extra, parent, extras)
     assert made.tolist() == expected
 
 
