@@ -19,7 +19,7 @@ Shapes: B observations, P prefill and D decode instances, H hidden units.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -89,13 +89,14 @@ OF_DECODE: tuple[Ratio, ...] = (
 CONTEXT, PREFILL, DECODE = len(OF_CONTEXT), len(OF_PREFILL), len(OF_DECODE)
 LEAST = {"input_tokens": 1.0, "ttft_slo_s": 1e-6, "tbt_slo_s": 1e-6, "expected_output_tokens": 0.0, "capacity": 1.0}
 
-# The same as tensors. Everything that depends on the request and the cluster alone is one product with a matrix of
-# zeros and ones: a decision takes as long as it has operations, whatever their size.
+# The same as tensors. Choosing columns is multiplying by zeros and ones: a small decision takes as long as it has
+# operations, and products are the cheapest of them.
 _KNOWN = (*(REQUEST_FEATURES.names or ()), *(CLUSTER_FEATURES.names or ()))  # request and cluster side by side
 _DECODE = DECODE_FEATURES.names or ()
 _LEAST = torch.tensor([LEAST.get(name, -LARGEST) for name in _KNOWN])
-_PER_REQUEST = (CONTEXT, CONTEXT)  # numerators, divisors
-_PER_INSTANCE = (PREFILL, DECODE, len(_DECODE), 1, 1)  # divisors, divisors, what of a row is capacity, need, input
+# Numerators and divisors of the context; divisors of prefill and decode; numerators of decode; what of a decode row
+# counts into its capacity; the room a request needs there.
+_PIECES = (CONTEXT, CONTEXT, PREFILL, DECODE, DECODE, len(_DECODE), 1)
 
 
 def _row(*terms: float | str) -> list[float]:
@@ -111,25 +112,29 @@ def _held(name: str) -> list[float]:
     return _row(float(name in ("free_tokens", "kv_tokens", "pending_tokens")))
 
 
+def _chosen(columns: Sequence[str], among: Sequence[str]) -> Tensor:
+    """[among, columns]: a table times this has the columns; one that is not there is 0."""
+    return torch.tensor([[float(name == column) for column in columns] for name in among])
+
+
 _ROWS = [
     *(_row(numerator) for numerator, _ in OF_CONTEXT),
     *(_row(divisor) for _, divisor in (*OF_CONTEXT, *OF_PREFILL, *OF_DECODE)),
+    *(_row(numerator) for numerator, _ in OF_DECODE),
     *(_held(name) for name in _DECODE),
     _row("input_tokens", "expected_output_tokens"),
-    _row("input_tokens"),
 ]
-_SELECT, _CONSTANT = torch.tensor(_ROWS)[:, :-1], torch.tensor(_ROWS)[:, -1]
-_DECODE_COLUMNS = torch.tensor([_DECODE.index(name) if name in _DECODE else 0 for name, _ in OF_DECODE])
-_OF_INPUT = torch.tensor([name == "input_tokens" for name, _ in OF_DECODE])
-_OVER_CAPACITY = torch.tensor([divisor == "capacity" for _, divisor in OF_DECODE])
+_WEIGHTS, _CONSTANTS = torch.tensor(_ROWS)[:, :-1].contiguous(), torch.tensor(_ROWS)[:, -1].contiguous()
+_DECODE_COLUMNS = _chosen([name for name, _ in OF_DECODE], _DECODE)
+_FREE = _chosen(["free_tokens"], _DECODE)
+_TTFT = _chosen(["ttft_local_s", "ttft_fetch_s", "ttft_recompute_s"], [name for name, _ in OF_PREFILL])
+_TBT = _chosen(["tbt_assigned_s"], [name for name, _ in OF_DECODE])
+_OVER_CAPACITY = torch.tensor([float(divisor == "capacity") for _, divisor in OF_DECODE])
 _TIMES_PREFILLS, _PER_PREFILL, _PER_DECODE = (
     torch.tensor([float(name == counted) for name, _ in OF_CONTEXT])
     for counted in ("since_last_arrival_s", "arrival_rate", "in_flight")
 )
 _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
-_TTFT = [name for name, _ in OF_PREFILL].index("ttft_local_s")  # and the two after it
-_TBT = [name for name, _ in OF_DECODE].index("tbt_assigned_s")
-_FREE = _DECODE.index("free_tokens")
 
 
 class Scaled(NamedTuple):
@@ -140,7 +145,7 @@ class Scaled(NamedTuple):
     decode: Tensor  # [B, D, DECODE]
     ttft: Tensor  # [B, P, 3], predicted, in SLOs, per source
     tbt: Tensor  # [B, D, 1], predicted, in SLOs
-    no_room: Tensor  # bool[B, D, 1], for the KV of the request
+    no_room: Tensor  # [B, D, 1], 1 where the KV of the request has no room, else 0
 
 
 class Prior(NamedTuple):
@@ -181,26 +186,25 @@ def scale(tables: Tables) -> Scaled:
         return constant.to(prefill.device)
 
     known = torch.maximum(torch.cat([tables["request"], tables["cluster"]], 1), on_device(_LEAST))
-    selected = functional.linear(known, on_device(_SELECT), on_device(_CONSTANT))
-    *of_request, of_instance = selected.split([*_PER_REQUEST, sum(_PER_INSTANCE)], 1)
-    of_prefill, of_decode, held, need, tokens = of_instance[:, None].split(_PER_INSTANCE, 2)
+    selected = functional.linear(known, on_device(_WEIGHTS), on_device(_CONSTANTS))[:, None]
+    numerators, divisors, of_prefill, of_decode, inputs, held, need = selected.split(_PIECES, 2)
 
     times = on_device(_TOTAL) + on_device(_TIMES_PREFILLS) * prefills
     times = times + on_device(_PER_PREFILL) / prefills + on_device(_PER_DECODE) / decodes
-    context = of_request[0] / of_request[1] * times
-    of_each_prefill = prefill / of_prefill
+    context = numerators / divisors * times
     # free = capacity - kv - pending - (batch + pending requests) * expected output
     capacity = (decode @ held.transpose(1, 2)).clamp(min=LEAST["capacity"])
-    of_decode = torch.where(on_device(_OVER_CAPACITY), capacity, of_decode)
-    columns = decode.index_select(2, on_device(_DECODE_COLUMNS))
-    of_each_decode = torch.where(on_device(_OF_INPUT), tokens, columns) / of_decode
+    no_room = decode @ on_device(_FREE) < need
+    prefill = prefill / of_prefill
+    decode = decode @ on_device(_DECODE_COLUMNS) + inputs
+    decode = decode / (of_decode + capacity * on_device(_OVER_CAPACITY))
     return Scaled(
-        _squash(context),
-        _squash(of_each_prefill),
-        _squash(of_each_decode),
-        _multiple(of_each_prefill[:, :, _TTFT : _TTFT + 3]),
-        _multiple(of_each_decode[:, :, _TBT : _TBT + 1]),
-        decode[:, :, _FREE : _FREE + 1] < need,
+        _squash(context)[:, 0],
+        _squash(prefill),
+        _squash(decode),
+        _multiple(prefill @ on_device(_TTFT)),
+        _multiple(decode @ on_device(_TBT)),
+        no_room.to(decode.dtype),
     )
 
 
@@ -211,15 +215,20 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor) -> Prior:
     TBT of that pair, in SLOs, is above 1.
 
     Args:
-        sources: bool[B, P, 3], which sources are valid where. decode_up: bool[B, D, 1].
+        sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
     """
-    of_prefill = TTFT_WEIGHT * x.ttft
-    of_decode = TBT_WEIGHT * x.tbt + torch.where(x.no_room, NO_ROOM, 0.0)
-    least_prefill = torch.where(sources, of_prefill, -MASKED).amin((1, 2), keepdim=True)
-    least_decode, instance = torch.where(decode_up, of_decode, -MASKED).min(1, keepdim=True)
-    ttft, tbt = least_prefill / TTFT_WEIGHT, x.tbt.gather(1, instance)
+    of_prefill = -TTFT_WEIGHT * x.ttft
+    of_decode = -TBT_WEIGHT * x.tbt - NO_ROOM * x.no_room
+    best_prefill = (of_prefill + _off(sources)).amax((1, 2), keepdim=True)
+    best_decode, instance = (of_decode + _off(decode_up)).max(1, keepdim=True)
+    ttft, tbt = best_prefill / -TTFT_WEIGHT, x.tbt.gather(1, instance)
     reject = (REJECT_WEIGHT * (torch.maximum(ttft, tbt) - 1.0)).clamp(-MOST_REJECT, MOST_REJECT)
-    return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
+    return Prior(reject, of_prefill - best_prefill, of_decode - best_decode)
+
+
+def _off(valid: Tensor) -> Tensor:
+    """1 and 0 -> 0 and MASKED, to be added."""
+    return valid * -MASKED + MASKED
 
 
 def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -> Tensor:
@@ -236,14 +245,6 @@ def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
     """
     weighted = instances * up
     return [weighted.sum(1) / up.sum(1).clamp(min=1.0), weighted.amax(1)]
-
-
-def _side_by_side(x: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-    """What several layers make of the same x [B, F], each [B, 1, its outputs], as one product."""
-    weights = torch.cat([layer.weight for layer in layers])
-    biases = torch.cat([layer.bias for layer in layers])
-    made = functional.linear(x, weights, biases)[:, None]
-    return made.split([layer.out_features for layer in layers], 2)
 
 
 class SetScorer(nn.Module):
@@ -283,28 +284,22 @@ class SetScorer(nn.Module):
         allowed = split_masks(masks, prefills, decodes, batch).to(x.prefill.device)
         valid = allowed.to(x.prefill.dtype)
         sources, decode_up = valid.amax(2), valid.amax((1, 3))[:, :, None]
-        base = prior(x, sources > 0, decode_up > 0)
+        base = prior(x, sources, decode_up)
 
-        context = functional.linear(
-            x.context,
-            torch.cat([self.prefill_context.weight, self.decode_context.weight]),
-            torch.cat([self.prefill.bias, self.decode.bias]),
-        )
-        of_prefill, of_decode = context[:, None].chunk(2, 2)
-        p = torch.relu_(functional.linear(x.prefill, self.prefill.weight) + of_prefill)
-        d = torch.relu_(functional.linear(x.decode, self.decode.weight) + of_decode)
+        of_prefill = functional.linear(x.context, self.prefill_context.weight, self.prefill.bias)
+        of_decode = functional.linear(x.context, self.decode_context.weight, self.decode.bias)
+        p = torch.relu_(functional.linear(x.prefill, self.prefill.weight) + of_prefill[:, None])
+        d = torch.relu_(functional.linear(x.decode, self.decode.weight) + of_decode[:, None])
         pools = [*_mean_and_max(p, sources.amax(2, keepdim=True)), *_mean_and_max(d, decode_up)]
         pool = torch.relu_(self.pool(torch.cat([*pools, x.context], 1)))
-        of_prefill, of_decode, reject = _side_by_side(
-            pool, self.prefill_pool, self.decode_pool, self.reject_head
-        )
-        p = torch.relu_(self.prefill_score(p) + of_prefill)
-        d = torch.relu_(self.decode_score(d) + of_decode)
+        p = torch.relu_(self.prefill_score(p) + self.prefill_pool(pool)[:, None])
+        d = torch.relu_(self.decode_score(d) + self.decode_pool(pool)[:, None])
         of_prefill = base.prefill + self.prefill_head(p)  # [B, P, 3]
         of_decode = base.decode + self.decode_head(d)  # [B, D, 1]
         pairs = of_prefill[:, :, None] + of_decode[:, None]
         pairs = torch.where(allowed, pairs, MASKED)
-        return torch.cat([(base.reject + reject)[:, 0], pairs.flatten(1)], 1)
+        reject = base.reject[:, 0] + self.reject_head(pool)
+        return torch.cat([reject, pairs.flatten(1)], 1)
 
 
 class SetCritic(nn.Module):
