@@ -180,6 +180,10 @@ class ExternalProcessor:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except _Gone:
             pass
+        except Exception:
+            self.outcomes["failed"] += 1
+            _log.exception("a stream failed")
+            await context.abort(grpc.StatusCode.INTERNAL, "the endpoint picker has failed")
         finally:
             self.streams_open -= 1
 
@@ -283,7 +287,7 @@ class _Stream:
             await self.write(self.decision(path, body, whole, "request_body"))
             self.sent()
         else:
-            raise _ProtocolError(f"request_body_mode {_MODE.BodySendMode.Name(self.mode)} is not supported")
+            raise _ProtocolError(f"request_body_mode {self.mode} is not supported")
 
     def sent(self) -> None:
         """The whole answer is on its way."""
@@ -409,7 +413,12 @@ class _Stream:
             made.input_tokens = asked.input_tokens
             if len(asked.tokens):
                 made.tokens = asked.tokens
-                made.namespace = namespace(asked, self.options.base_models)
+            base_models = self.options.base_models
+            if base_models and asked.model not in base_models:
+                made.lora_name = asked.model
+            made.cache_salt = asked.cache_salt
+            if asked.text:
+                made.namespace = f"text:{asked.model}"
         return made
 
     def milliseconds(self, *names: str) -> float | None:
@@ -636,14 +645,6 @@ class _Response:
             if tokens is not None and tokens > 1:
                 tbt = (self.last_s - self.first_s) / (tokens - 1)
         self.stream.scheduler.finished(self.stream.reservation, output_tokens=tokens, ttft_s=ttft, tbt_s=tbt)
-
-
-def namespace(asked: openai_body.Body, base_models: frozenset[str]) -> str:
-    """What cached prefixes of this request are told apart by: LoRA adapter, cache salt, text instead of token ids."""
-    adapter = asked.model if base_models and asked.model not in base_models else ""
-    if asked.text:
-        adapter = f"text:{asked.model}"
-    return f"{adapter}\0{asked.cache_salt}" if asked.cache_salt else adapter
 
 
 def _served(message: Any) -> str:

@@ -546,12 +546,17 @@ async def _response(target: Target, parts: list[bytes], *, trailers: bool) -> No
         has_body=True,
     )
     intact(answer, body)
+    if await stream.heard(0.1):  # it ends the stream, or says more than it was asked
+        message = await stream.receive()
+        if message is None and answer.left:
+            return  # it does not want responses
+        raise Failure("silence until response_headers, or the stream closed with OK", answer.describe())
     await stream.send(
         response_headers_message({":status": "200", "content-type": "text/event-stream"}, served=answer.places[0])
     )
     if await stream.receive() is None:
-        if stream.answer.status == grpc.StatusCode.OK:
-            return  # it does not want responses
+        if answer.left:
+            return
         raise Failure("an answer to response_headers, or the stream closed with OK", stream.answer.describe())
     for i, part in enumerate(parts):
         await stream.send(response_body_message(part, end=not trailers and i == len(parts) - 1))
@@ -563,7 +568,7 @@ async def _response(target: Target, parts: list[bytes], *, trailers: bool) -> No
             break
         message = await stream.receive()
         if message is None:
-            if stream.answer.status != grpc.StatusCode.OK:
+            if not answer.left:
                 raise Failure("the whole response", stream.answer.describe())
             break
         kinds.append(message.WhichOneof("response") or "nothing")

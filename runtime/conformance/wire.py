@@ -221,6 +221,14 @@ class Answer:
         """Numbers of fields of ProcessingResponse that are set and should never be."""
         return {number for data in self.raw for number in _top_fields(data) if number not in KNOWN_FIELDS}
 
+    @property
+    def left(self) -> bool:
+        """Whether the server has ended the stream, and not with an error.
+
+        Its status is lost where it came while a message was on its way out: gRPC then tells of that message only.
+        """
+        return self.status == grpc.StatusCode.OK or self.details == "Internal error from Core"
+
     def describe(self) -> str:
         """A few words on what was answered."""
         if self.immediate is not None:
@@ -273,6 +281,7 @@ class Stream:
     def __init__(self, call: Any, timeout_s: float) -> None:
         self.call = call
         self.timeout_s = timeout_s
+        self.reading: Any = None
         self.answer = Answer()
 
     async def send(self, message: Any) -> None:
@@ -285,13 +294,21 @@ class Stream:
         except TimeoutError:
             self.answer.late = True
 
+    async def heard(self, timeout_s: float) -> bool:
+        """Wait for a message or the end of the stream; whether one has come."""
+        if self.reading is None:
+            self.reading = asyncio.ensure_future(self.call.read())
+        done, _ = await asyncio.wait({self.reading}, timeout=timeout_s)
+        return bool(done)
+
     async def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next message; None where the stream is over or nothing comes in time (see `answer`)."""
-        try:
-            data = await asyncio.wait_for(self.call.read(), timeout_s or self.timeout_s)
-        except TimeoutError:
+        if not await self.heard(timeout_s or self.timeout_s):
             self.answer.late = True
             return None
+        reading, self.reading = self.reading, None
+        try:
+            data = await reading
         except grpc.aio.AioRpcError:
             data = _EOF
         if data is _EOF:
@@ -330,6 +347,8 @@ class Stream:
     def cancel(self) -> None:
         """As when the client has gone."""
         self.call.cancel()
+        if self.reading is not None:
+            self.reading.cancel()
 
 
 class Target:

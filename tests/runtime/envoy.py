@@ -1,4 +1,4 @@
-"""A real Envoy in front of an endpoint picker: deploy/envoy.yaml, with other ports."""
+"""A real Envoy in front of an endpoint picker (deploy/envoy.yaml, with other ports), and the picker in this process."""
 
 from __future__ import annotations
 
@@ -12,14 +12,61 @@ from types import TracebackType
 from typing import Any
 
 import aiohttp
+import grpc
 import yaml
+
+from envs.spec import load_cluster
+from runtime.conductor import Conductor
+from runtime.ext_proc import ExternalProcessor, Options, Scheduler, add_health, add_to_server, server_options
+from runtime.workers import Role, Worker, resized
 
 from .backends import free_port
 
 DEPLOYED = Path(__file__).parents[2] / "deploy" / "envoy.yaml"
 BINARY = shutil.which("envoy", path=str(Path(sys.executable).parent)) or shutil.which("envoy")
 SUBSET_HEADER = "x-test-subset"  # becomes the subset hint, as a gateway's own filters would set it
-FAILURES = ("streams_failed", "message_timeouts", "spurious_msgs_received", "failure_mode_allowed", "rejected_header_mutations")
+FAILURES = (
+    "streams_failed",
+    "message_timeouts",
+    "spurious_msgs_received",
+    "failure_mode_allowed",
+    "rejected_header_mutations",
+)
+PREFILL = "127.0.0.1:7001"  # where nobody is
+
+
+def conductor(decodes: list[str], policy: str = "round_robin", **options: Any) -> Conductor:
+    """The conductor of a cluster with one prefill worker and decode workers at these addresses."""
+    workers = [Worker(id="prefill-0", role=Role.PREFILL, address=PREFILL)]
+    workers += [Worker(id=f"decode-{i}", role=Role.DECODE, address=place) for i, place in enumerate(decodes)]
+    return Conductor(resized(load_cluster("1p2d"), tuple(workers)), policy, **options)
+
+
+class Picker:
+    """`async with Picker(scheduler) as picker`: an endpoint picker that listens at `picker.address`."""
+
+    def __init__(self, scheduler: Scheduler, options: Options | None = None) -> None:
+        self.scheduler = scheduler
+        self.options = options or Options()
+        self.processor: ExternalProcessor
+        self.port = 0
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    async def __aenter__(self) -> Picker:
+        self._server = grpc.aio.server(options=server_options(self.options))
+        self.processor = add_to_server(self._server, self.scheduler, options=self.options)
+        add_health(self._server, self.scheduler)
+        self.port = self._server.add_insecure_port("127.0.0.1:0")
+        await self._server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._server.stop(None)
 
 
 class Envoy:
@@ -43,7 +90,8 @@ class Envoy:
         self.folder = folder
         self.port, self.admin = free_port(), free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._config = self._configure(yaml.safe_load(DEPLOYED.read_text()), picker, workers, request_body, response_body)
+        deployed = yaml.safe_load(DEPLOYED.read_text())
+        self._config = self._configure(deployed, picker, workers, request_body, response_body)
         self._process: subprocess.Popen[bytes] | None = None
 
     def _configure(
@@ -132,9 +180,9 @@ class Envoy:
 
     async def stats(self, pattern: str) -> dict[str, int]:
         """Counters and gauges whose names have `pattern` in them."""
-        async with aiohttp.ClientSession() as session:
-            async with session.get(f"http://127.0.0.1:{self.admin}/stats", params={"filter": re.escape(pattern)}) as answer:
-                text = await answer.text()
+        url = f"http://127.0.0.1:{self.admin}/stats?filter={re.escape(pattern)}"
+        async with aiohttp.ClientSession() as session, session.get(url) as answer:
+            text = await answer.text()
         lines = (line.rpartition(": ") for line in text.splitlines())
         return {name: int(value) for name, _, value in lines if value.isdigit()}
 
