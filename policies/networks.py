@@ -50,14 +50,15 @@ Ratio = tuple[str, float | str]
 OF_CONTEXT: tuple[Ratio, ...] = (
     ("input_tokens", 1000.0),
     ("best_tokens", "input_tokens"),
-    ("since_last_arrival_s", "ttft_slo_s"),  # times prefill instances
-    ("arrival_rate", 1.0),  # per prefill instance
-    ("in_flight", 1.0),  # per decode instance
+    ("since_last_arrival_s", "ttft_slo_s"),
+    ("arrival_rate", 1.0),
+    ("in_flight", 1.0),
     ("expected_output_tokens", 100.0),
     ("expected_decode_s", "ttft_slo_s"),
     ("prefill_load", 1.0),
     ("decode_load_forecast", 1.0),
 )
+PER_INSTANCE = {"since_last_arrival_s": "times prefill", "arrival_rate": "per prefill", "in_flight": "per decode"}
 OF_PREFILL: tuple[Ratio, ...] = (
     ("queue_s", "ttft_slo_s"),
     ("queue_requests", 1.0),
@@ -131,8 +132,8 @@ _TTFT = _chosen(["ttft_local_s", "ttft_fetch_s", "ttft_recompute_s"], [name for 
 _TBT = _chosen(["tbt_assigned_s"], [name for name, _ in OF_DECODE])
 _OVER_CAPACITY = torch.tensor([float(divisor == "capacity") for _, divisor in OF_DECODE])
 _TIMES_PREFILLS, _PER_PREFILL, _PER_DECODE = (
-    torch.tensor([float(name == counted) for name, _ in OF_CONTEXT])
-    for counted in ("since_last_arrival_s", "arrival_rate", "in_flight")
+    torch.tensor([float(PER_INSTANCE.get(name) == counted) for name, _ in OF_CONTEXT])
+    for counted in ("times prefill", "per prefill", "per decode")
 )
 _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
 
@@ -300,6 +301,22 @@ class SetScorer(nn.Module):
         pairs = torch.where(allowed, pairs, MASKED)
         reject = base.reject[:, 0] + self.reject_head(pool)
         return torch.cat([reject, pairs.flatten(1)], 1)
+
+
+class Decider(nn.Module):
+    """The scorer as it is exported (`policies.artifact`): clean tables and action masks -> logits and actions."""
+
+    def __init__(self, scorer: SetScorer) -> None:
+        super().__init__()
+        self.scorer = scorer
+
+    def forward(
+        self, request: Tensor, prefill: Tensor, decode: Tensor, cluster: Tensor, mask: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Logits [B, 1 + P D 3] and the valid actions [B] with the largest."""
+        tables = {"request": request, "prefill": prefill, "decode": decode, "cluster": cluster}
+        logits = self.scorer(tables, mask, scale(tables))
+        return logits, logits.argmax(1)
 
 
 class SetCritic(nn.Module):

@@ -3,7 +3,7 @@
 A name is `router[:option=value,...][+admission[:option=value,...]]`: `conductor`, `cache_aware+early`,
 `conductor:threshold=3+predictive:threshold=0.95`. Without an admission, `conductor` checks both SLOs as Algorithm 1
 does, the other routers accept everything. Anything with a `decide` method is a policy as well: a run folder of
-`train.py`, or `module:Class`.
+`train.py`, a .onnx file exported from one, or `module:Class`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _parse(part: str, whole: str) -> tuple[str, dict[str, float]]:
 
 
 def make_policy(name: str) -> Policy:
-    """A policy by name, by run folder of `train.py`, or by `module:Class`.
+    """A policy by name, by run folder of `train.py`, by exported .onnx file, or by `module:Class`.
 
     Raises:
         PolicyError: there is no such policy; the message lists what there is.
@@ -184,12 +184,16 @@ def make_policy(name: str) -> Policy:
         from .run_folder import load_run
 
         return load_run(Path(name))
+    if Path(name).suffix.lower() == ".onnx" or Path(name).is_file():
+        from .artifact import load_artifact
+
+        return load_artifact(name)
     module, colon, attribute = name.partition(":")
     if colon and attribute.isidentifier():
         return _imported(name, module, attribute)
     raise PolicyError(
         f"no policy is called {name!r}: expected ROUTER[+ADMISSION] with a router of {', '.join(ROUTERS)} and an "
-        f"admission of {', '.join(ADMISSIONS)}; or a run folder of train.py; or module:Class"
+        f"admission of {', '.join(ADMISSIONS)}; or a run folder of train.py; or a .onnx file; or module:Class"
     )
 
 

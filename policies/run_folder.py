@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 NETWORK = "set-scorer/1"
-_TABLES = {
+TABLES = {
     "request": REQUEST_FEATURES,
     "prefill": PREFILL_FEATURES,
     "decode": DECODE_FEATURES,
@@ -53,18 +53,23 @@ _TABLES = {
 
 def observation_schema() -> dict[str, Any]:
     """What a policy reads: the columns of the four tables in order, and a hash of them."""
-    columns = {name: list(features.names or ()) for name, features in _TABLES.items()}
+    columns = {name: list(features.names or ()) for name, features in TABLES.items()}
     digest = hashlib.sha256(json.dumps([columns, LARGEST]).encode()).hexdigest()
     return {**columns, "sha256": digest[:16]}
 
 
-def _check_schema(file: Path, stored: Any) -> None:
+def check_schema(file: Path, stored: Any) -> None:
+    """Whether a policy reads the observation of this version.
+
+    Raises:
+        PolicyError: it does not; naming the file, the table and the columns that differ.
+    """
     ours = observation_schema()
     if not isinstance(stored, dict) or not set(ours) <= set(stored):
         raise PolicyError(f"{file}: 'observation' must name {', '.join(ours)}, found {stored!r}")
     if stored == ours:
         return
-    for table in _TABLES:
+    for table in TABLES:
         theirs = list(stored[table] or ())
         if theirs != ours[table]:
             missing = [name for name in theirs if name not in ours[table]]
@@ -112,7 +117,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file}: network.hidden must be a whole number above 0, "
             f"found {network.get('hidden')!r}"
         )
-    _check_schema(file, config.get("observation"))
+    check_schema(file, config.get("observation"))
     return config
 
 
@@ -138,7 +143,7 @@ def last_checkpoint(folder: Path) -> Path | None:
 def float32_tables(observation: Observation) -> dict[str, NDArray[np.float32]]:
     """The tables as training sees them: float32, cut to +-1e9; `request` [C, 5], ..."""
     tables = {}
-    for name, features in _TABLES.items():
+    for name, features in TABLES.items():
         table = np.ascontiguousarray(getattr(observation, name))
         values = table.view(np.float64).reshape(*table.shape, len(features.names or ()))
         tables[name] = np.clip(values, -LARGEST, LARGEST).astype(np.float32)
