@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from .kernel.xxh3 import hash_chain, xxh3_of
+from .kernel.xxh3 import hash_chain, start_of, xxh3_of
 
 Hashes = NDArray[np.uint64]
 NO_EXTRAS: Hashes = np.zeros(0, np.uint64)
@@ -53,7 +53,7 @@ def signed(word: int) -> int:
 
 def xxh3_64(data: bytes, seed: int = 0) -> int:
     """XXH3-64 of some bytes with a seed."""
-    return int(xxh3_of(address(np.frombuffer(data, np.uint8)), len(data), signed(seed)) & _MASK)
+    return int(xxh3_of(start_of(np.frombuffer(data, np.uint8)), len(data), signed(seed)) & _MASK)
 
 
 def _name(text: str) -> int:
