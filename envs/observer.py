@@ -6,7 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .kernel import memory
+from .kernel.compile import entry_point
 from .kernel.latency import prefill_seconds
+from .kernel.live import observe_request
 from .observe import holder, observe
 from .simulator import empty_observation
 from .spec import ClusterSpec
@@ -43,11 +45,11 @@ class Observer:
         stacked.clock["expected_output_tokens"] = cluster.prior_output_tokens
         stacked.clock["expected_decode_s"] = cluster.prior_decode_s
         self.state = ClusterState(*(table[0] for table in stacked))
-        self.observation = empty_observation(1, p, d)
+        self._bytes, self.observation = _in_one_piece(p, d)
         self.parameters = Parameters(*(table[0] for table in tables))
         self._kept = (tables, stacked)  # the headers below hold addresses into these
-        self._parameters = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)[0]
-        self._state = memory.headers(
+        self.parameters_header = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)[0]
+        self.state_header = memory.headers(
             memory.STATE,
             stacked,
             1,
@@ -57,11 +59,14 @@ class Observer:
             block_capacity=blocks,
             flight_capacity=in_flight,
         )[0]
-        self.header = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
+        self.observation_header = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
         self.match = np.zeros((3, p), np.int64)
+        self.match_address = self.match.ctypes.data
         self._forecast = np.zeros((d, 2))
-        self._match_address = self.match.ctypes.data
-        self._forecast_address = self._forecast.ctypes.data
+        self._tail = (self.observation_header, self.match_address, self._forecast.ctypes.data)
+        self._head = (self.state_header, self.parameters_header)
+        self._observe = entry_point(observe, *self._head, 1, 0, 0, *self._tail)
+        self._observe_request = entry_point(observe_request, *self._head, 0.0, 1.0, 1.0, 1, 0, 0, *self._tail)
 
     def observe(self, input_tokens: int, block_ids: NDArray[np.int32]) -> Observation:
         """The observation (leading axis of 1) for a request, at the time of `state.clock`; the next overwrites it.
@@ -80,26 +85,45 @@ class Observer:
             )
         if input_tokens < 1:
             raise ValueError(f"input_tokens must be at least 1, found {input_tokens}")
-        return self.observe_at(input_tokens, ids.ctypes.data, len(ids))
+        self._observe(*self._head, input_tokens, ids.ctypes.data, len(ids), *self._tail)
+        return self.observation
 
-    def observe_at(self, input_tokens: int, block_ids: int, block_count: int) -> Observation:
-        """`observe` for ids that are known to be right, by their address."""
-        observe(
-            self._state,
-            self._parameters,
-            input_tokens,
-            block_ids,
-            block_count,
-            self.header,
-            self._match_address,
-            self._forecast_address,
+    def observe_request(
+        self, arrival_s: float, ttft_slo_s: float, tbt_slo_s: float, input_tokens: int, block_ids: NDArray[np.int32]
+    ) -> Observation:
+        """A request arrives, with SLOs of its own: `observe`, unchecked, with the clock and the arrival rate moved on."""
+        address = block_ids.__array_interface__["data"][0]
+        self._observe_request(
+            *self._head, arrival_s, ttft_slo_s, tbt_slo_s, input_tokens, address, len(block_ids), *self._tail
         )
         return self.observation
 
+    def observation_bytes(self) -> bytes:
+        """A copy of the observation, its tables one after the other; `observation_of` reads it."""
+        return self._bytes.tobytes()
+
     def prefill_s(self, prefill: int, input_tokens: int, reused_blocks: int, loaded_blocks: int) -> float:
         """Predicted seconds of a prefill that reuses leading blocks, some of them loaded from host memory."""
-        return float(prefill_seconds(self._parameters, prefill, input_tokens, reused_blocks, loaded_blocks))
+        return float(prefill_seconds(self.parameters_header, prefill, input_tokens, reused_blocks, loaded_blocks))
 
     def holder(self, prefill: int) -> int:
         """Whom an instance would fetch the prefix of the request observed last from; -1 if nobody has any."""
-        return int(holder(self._state, self._match_address, prefill))
+        return int(holder(self.state_header, self.match_address, prefill))
+
+
+def _in_one_piece(prefills: int, decodes: int, data: bytes | None = None) -> tuple[NDArray[np.uint8], Observation]:
+    """An observation whose tables lie one after the other in one array of bytes."""
+    tables = empty_observation(1, prefills, decodes)
+    room = np.zeros(sum(table.nbytes for table in tables), np.uint8)
+    if data is not None:
+        room = np.frombuffer(data, np.uint8)
+    made, start = [], 0
+    for table in tables:
+        made.append(np.ndarray(table.shape, table.dtype, buffer=room, offset=start))
+        start += table.nbytes
+    return room, Observation(*made)
+
+
+def observation_of(data: bytes, prefills: int, decodes: int) -> Observation:
+    """The observation in what `Observer.observation_bytes` gave, read-only."""
+    return _in_one_piece(prefills, decodes, data)[1]

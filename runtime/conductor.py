@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.observer import Observer
+from envs.kernel.compile import entry_point
+from envs.observer import Observer, observation_of
 from envs.state import Observation, Source
 from policies import PolicyError
 
@@ -66,21 +67,28 @@ class Made:
     answer: Assignment | Rejection
     observation: Observation | None
     action: int
-    probability: float  # with which this policy was the one to decide
+    probability: float  # with which it was made, given the observation: below 1 where a canary disagrees
     arrival_s: float
     seconds: float  # it took
     hashes: NDArray[np.uint64]
     reservation: Reservation | None
-    shadow_action: int | None = None
+    shadow_action: int | None = None  # None where the shadow policy failed, or there is none
 
 
 @dataclass(slots=True)
 class Explained:
-    """An observation kept for `explain`."""
+    """A decision kept for `explain`."""
 
-    observation: Observation
+    data: bytes  # of the observation
+    prefills: int
+    decodes: int
     answer: Assignment | Rejection
     action: int
+
+    @property
+    def observation(self) -> Observation:
+        """What was decided on."""
+        return observation_of(self.data, self.prefills, self.decodes)
 
 
 class Conductor:
@@ -165,11 +173,11 @@ class Conductor:
         headroom = by_priority * by_share
         ttft_slo_s = request.ttft_slo_s or state.spec.slo.ttft_s
         tbt_slo_s = request.tbt_slo_s or state.spec.slo.tbt_s
-        before = state.clock.copy() if request.dry_run else None
+        before = state.observer.state.clock.copy() if request.dry_run else None
         observation = state.observe(input_tokens, known, now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, candidates)
         if before is not None:
-            state.clock[...] = before
-        guard, probability = self._who()
+            state.observer.state.clock[:] = before
+        guard, other = self._who()
         fell_back = ""
         try:
             action = guard.decide(observation)
@@ -177,6 +185,9 @@ class Conductor:
             log.warning("%s; %s decides", failure, self.fallback.name)
             guard, fell_back = self.fallback, failure.cause
             action = self._fall_back(observation)
+        probability = 1.0
+        if other is not None and not fell_back and self._alone(other, observation) != action:
+            probability = self.canary_share if guard is self.canary else 1.0 - self.canary_share
         reservation = None
         answer: Assignment | Rejection
         if action == 0:
@@ -185,8 +196,6 @@ class Conductor:
             reservation, answer = self._assign(request, observation, action, input_tokens, now_s, ttft_slo_s, tbt_slo_s)
             if not request.dry_run:
                 state.admit(reservation, hashes, known)
-                reservation.note = made_by = guard.name
-                answer.policy = made_by
                 answer.reused_tokens = reservation.reused_tokens
                 answer.source = reservation.source
                 if request.tenant:
@@ -195,10 +204,7 @@ class Conductor:
         answer.policy, answer.fell_back = guard.name, fell_back
         made = Made(request, answer, observation, action, probability, now_s, 0.0, hashes, reservation)
         if self.shadow is not None:
-            try:
-                made.shadow_action = self.shadow.decide(observation)
-            except PolicyFailure:
-                made.shadow_action = -1
+            made.shadow_action = self._alone(self.shadow, observation)
         self._keep(request.request_id, observation, answer, action)
         made.seconds = time.perf_counter() - started
         for listener in self.on_made:
@@ -238,19 +244,17 @@ class Conductor:
             return Rejection(
                 request.request_id, Reason.QUEUE_FULL, f"{len(state.flying)} requests are in flight, no more fit", 1.0
             )
-        if not state.up_prefill.any() or not state.up_decode.any():
-            which = "prefill" if not state.up_prefill.any() else "decode"
-            return Rejection(request.request_id, Reason.NO_ENDPOINTS, f"no {which} worker is up", LEAST_RETRY_S)
+        if state.down:
+            return Rejection(request.request_id, Reason.NO_ENDPOINTS, f"no {state.down} worker is up", LEAST_RETRY_S)
         if request.candidates is not None and not self._candidates(request):
             return Rejection(
                 request.request_id, Reason.NO_ENDPOINTS, "no eligible worker among the candidates", LEAST_RETRY_S
             )
-        largest = int(state.observer.parameters.decode["kv_capacity_tokens"].max())
-        if input_tokens >= largest:
+        if input_tokens >= state.largest_context:
             return Rejection(
                 request.request_id,
                 Reason.TOO_LARGE,
-                f"the prompt has {input_tokens} tokens, the largest decode worker holds {largest}",
+                f"the prompt has {input_tokens} tokens, the largest decode worker holds {state.largest_context}",
             )
         return None
 
@@ -261,13 +265,21 @@ class Conductor:
         decodes, up = self.state.decodes, self.state.up_decode
         return [d for d, worker in enumerate(decodes) if up[d] and worker.address in request.candidates]
 
-    def _who(self) -> tuple[Guard, float]:
-        """Who decides, and with which probability it is this one."""
+    def _who(self) -> tuple[Guard, Guard | None]:
+        """Who decides, and who could have, where there is a canary."""
         if self.canary is None:
-            return self.policy, 1.0
+            return self.policy, None
         if self._random.random() < self.canary_share:
-            return self.canary, self.canary_share
-        return self.policy, 1.0 - self.canary_share
+            return self.canary, self.policy
+        return self.policy, self.canary
+
+    @staticmethod
+    def _alone(guard: Guard, observation: Observation) -> int | None:
+        """What a policy would do, without effect; None where it fails."""
+        try:
+            return guard.decide(observation)
+        except PolicyFailure:
+            return None
 
     def _fall_back(self, observation: Observation) -> int:
         try:
@@ -334,7 +346,7 @@ class Conductor:
 
     def _fallbacks(self, p: int, d: int) -> tuple[tuple[Worker, Worker], ...]:
         state, pairs = self.state, self._pairs
-        alternatives(state.observer.header, p, d, pairs)
+        self._alternatives(state.observer.observation_header, p, d, pairs)
         named = []
         for other_p, other_d in pairs.tolist():
             if other_p < 0:
@@ -356,7 +368,9 @@ class Conductor:
         load = max(float(cluster["decode_load_now"]), float(cluster["decode_load_forecast"])) * headroom
         tbt_s = load * tbt_slo_s
         # the prefill queue drains second by second; a decode batch as its requests end
-        wait_s = max(ttft_s - ttft_slo_s, float(cluster["expected_decode_s"]) * (1.0 - 1.0 / load) if load > 1.0 else 0.0)
+        wait_s = max(
+            ttft_s - ttft_slo_s, float(cluster["expected_decode_s"]) * (1.0 - 1.0 / load) if load > 1.0 else 0.0
+        )
         fits = ttft_s <= ttft_slo_s and load <= 1.0
         reason = Reason.TENANT_SHARE if fits and by_share < 1.0 else Reason.SATURATED
         message = (
@@ -427,10 +441,9 @@ class Conductor:
     # --- explaining --------------------------------------------------------------------------------------------------------
 
     def _keep(self, request_id: str, observation: Observation, answer: Assignment | Rejection, action: int) -> None:
-        kept = Observation(*(table.copy() for table in observation))
-        self._explained[request_id] = Explained(kept, answer, action)
-        size = sum(table.nbytes for table in observation) + 1000
-        while len(self._explained) * size > EXPLANATION_BYTES or len(self._explained) > 4096:
+        data = self.state.observer.observation_bytes()
+        self._explained[request_id] = Explained(data, observation.prefill.shape[1], observation.decode.shape[1], answer, action)
+        if len(self._explained) > min(4096, EXPLANATION_BYTES // len(data)):
             self._explained.popitem(last=False)
 
     def explained(self, request_id: str) -> Explained | None:
@@ -515,8 +528,7 @@ class Conductor:
         """Have a new policy decide once, so that what is broken is not taken into service."""
         if guard is None:
             return
-        observer = Observer(self.state.spec, blocks=1, in_flight=1)
-        observation = observer.observe(1000, NO_BLOCKS)
+        observation = Observer(self.state.spec, blocks=1, in_flight=1).observe(1000, NO_BLOCKS)
         deadline_s, guard.deadline_s = guard.deadline_s, 60.0  # the first call may have to load or compile
         try:
             guard.decide(observation)
@@ -529,5 +541,4 @@ class Conductor:
         """Compile and load what the first request would otherwise wait for."""
         for role in ("policy", "fallback", "shadow", "canary"):
             self._try(role, getattr(self, role))
-        alternatives(self.state.observer.header, 0, 0, self._pairs)
-
+        self._alternatives = entry_point(alternatives, self.state.observer.observation_header, 0, 0, self._pairs)

@@ -20,13 +20,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.kernel.compile import entry_point
 from envs.observer import Observer
-from envs.state import HOST, ROW_BITS, Observation, Source
+from envs.state import ROW_BITS, Observation, Source
 
+from .kernel.reservations import enter, flow, leave_queue, missing, start
 from .prefix_index import PrefixIndex
 from .telemetry import EngineMetrics
 from .workers import LiveCluster, Role, Worker
 
+FORGET_EVERY_S = 0.1  # what is assumed to be cached ends this late at most
 MEMORY = 0.98  # of the moving output length and decode time (docs/physics.md)
 NO_BLOCKS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_HASHES: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -120,6 +123,7 @@ class LiveState:
         self.expired = 0
         self._steps: list[tuple[float, int, Reservation]] = []  # leases, and steps that nobody reports
         self._steps_made = 0
+        self._forget_s = started_s
         self._set_up(cluster)
         self.clock["last_arrival_s"] = started_s
         self.clock["now_s"] = started_s
@@ -138,6 +142,7 @@ class LiveState:
         state = self.observer.state
         self.clock = state.clock[0]
         self.prefill, self.decode, self.flight = state.prefill, state.decode, state.flight
+        self.host_used, self.device_used = state.prefill["host_used"], state.prefill["device_used"]
         observation = self.observer.observation
         self.ttft_s = tuple(observation.prefill[f"ttft_{source.name.lower()}_s"][0] for source in Source)  # by source
         self.tbt_s = observation.decode["tbt_assigned_s"][0]
@@ -150,13 +155,20 @@ class LiveState:
         self.queues: list[deque[Reservation]] = [deque() for _ in range(p)]
         self.running: list[Reservation | None] = [None] * p
         self.fetching = np.zeros(p, np.int64)
-        self.reports_nic = np.zeros(p + d, bool)  # whose NICs are reported, and need no reckoning
+        self.reports_nic = np.zeros(p + d, np.uint8)  # whose NICs are reported, and need no reckoning
+        self._nic_address = self.reports_nic.ctypes.data
         self.flying: list[Reservation] = []  # by row of `flight`
         self.external_prefill = [External() for _ in range(p)]
         self.external_decode = [External() for _ in range(d)]
         self.mean_prefill_s = np.array([self.observer.prefill_s(i, 2048, 0, 0) for i in range(p)])
+        head = self.observer.state_header, self.observer.parameters_header
+        self._enter = entry_point(enter, *head, 0, 0, 0, 0, 0, 1, 0.0, 0)
+        self._start = entry_point(start, head[0], 0, 0.0, 0.0, 0, 0.0)
+        self._move = entry_point(flow, *head, 0, 0, 0, 0.0, 0.0, 1)
+        self.largest_context = int(self.observer.parameters.decode["kv_capacity_tokens"].max())
         self.up_prefill = np.ones(p, np.int64)
         self.up_decode = np.ones(d, np.int64)
+        self.down = ""
 
     def change_cluster(self, cluster: LiveCluster) -> list[Reservation]:
         """Go over to another set of workers or another spec, keeping what is known of those that stay.
@@ -181,7 +193,7 @@ class LiveState:
             self.end(reservation, "worker gone")
         old = copy(self)
         self._set_up(cluster)
-        self.clock[...] = old.clock
+        self.observer.state.clock[:] = old.observer.state.clock
         prefills = np.array([self.prefill_of.get(worker.id, -1) for worker in old.prefills], np.int64)
         decodes = np.array([self.decode_of.get(worker.id, -1) for worker in old.decodes], np.int64)
         for before, now in enumerate(prefills):
@@ -207,9 +219,24 @@ class LiveState:
             reservation.holder = int(prefills[reservation.holder]) if reservation.holder >= 0 else -1
             self.flight["decode"][reservation.flight] = reservation.decode
             self.fetching[reservation.prefill] += reservation.fetching
+        self.prefill["up"], self.decode["up"] = self.up_prefill, self.up_decode
+        self.down = self._down()
         self.index.rebind(self.observer.state.blocks, prefills.tolist(), instances=len(self.prefills))
-        self._count_blocks()
         return lost
+
+    def restore_index(self, snapshot: dict[str, np.ndarray], names: list[str]) -> None:
+        """Take over an index whose instances were the workers `names`; those that are gone are left out.
+
+        Raises:
+            ValueError: it is damaged, too large, or of another block size.
+        """
+        words = -(-max(len(names), len(self.prefills)) // ROW_BITS)
+        index = PrefixIndex(np.zeros((self.capacity, words), np.int64), self.block_tokens, instances=len(names))
+        index.restore(snapshot)
+        mapping = [self.prefill_of.get(name, -1) for name in names]
+        self.observer.state.blocks[:] = 0
+        index.rebind(self.observer.state.blocks, mapping, instances=len(self.prefills))
+        self.index = index
 
     def mark(self, worker_id: str, up: bool) -> None:
         """Whether a worker may be chosen."""
@@ -218,6 +245,13 @@ class LiveState:
             self.up_prefill[p] = self.prefill["up"][p] = up
         if d is not None:
             self.up_decode[d] = self.decode["up"][d] = up
+        self.down = self._down()
+
+    def _down(self) -> str:
+        """The pool that has no worker up; "" where both have."""
+        if not self.up_prefill.any():
+            return "prefill"
+        return "" if self.up_decode.any() else "decode"
 
     # --- a decision ----------------------------------------------------------------------------------------------
 
@@ -237,11 +271,9 @@ class LiveState:
             candidates: decode instances that may be chosen.
         """
         self.advance(now_s)
-        slo = self.observer.parameters.cluster
-        slo["ttft_slo_s"], slo["tbt_slo_s"] = ttft_slo_s, tbt_slo_s
-        self._note_arrival(now_s)
+        self.count_blocks()
         if candidates is None:
-            return self.observer.observe_at(input_tokens, blocks.ctypes.data, len(blocks))
+            return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
         allowed = np.zeros(len(self.decodes), np.int64)
         allowed[list(candidates)] = 1
         self.decode["up"] = self.up_decode * allowed
@@ -249,21 +281,10 @@ class LiveState:
         if coupled.any():  # a coupled instance decodes what it prefills
             self.prefill["up"] = self.up_prefill * np.where(coupled, allowed[self.twin], 1)
         try:
-            return self.observer.observe_at(input_tokens, blocks.ctypes.data, len(blocks))
+            return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
         finally:
             self.decode["up"] = self.up_decode
             self.prefill["up"] = self.up_prefill
-
-    def _note_arrival(self, now_s: float) -> None:
-        """As `envs.kernel.events.note_arrival`."""
-        clock = self.clock
-        since_s = now_s - float(clock["last_arrival_s"])
-        clock["now_s"] = now_s
-        clock["since_last_arrival_s"] = since_s if clock["arrived"] > 0 else 0.0
-        horizon_s = self.spec.rate_horizon_s
-        clock["arrival_rate"] = math.exp(-since_s / horizon_s) * float(clock["arrival_rate"]) + 1.0 / horizon_s
-        clock["last_arrival_s"] = now_s
-        clock["arrived"] += 1
 
     def admit(self, reservation: Reservation, hashes: NDArray[np.uint64], known: NDArray[np.int32]) -> None:
         """Enter a reservation, decided on the observation made last ("A decision", steps 1-5).
@@ -271,14 +292,13 @@ class LiveState:
         Args:
             hashes: of all full blocks of the prompt. known: numbers of the leading ones that the index knew.
         """
-        match = self.observer.match
+        match, observer = self.observer.match, self.observer
         p, d, n = reservation.prefill, reservation.decode, reservation.input_tokens
-        now_s = float(self.clock["now_s"])
-        local, device = int(match[0, p]), int(match[2, p])
-        hit = local if reservation.source != Source.RECOMPUTE else 0
+        hit = int(match[0, p]) if reservation.source != Source.RECOMPUTE else 0
         if reservation.source == Source.FETCH:
             ready = int(match[1, reservation.holder])
-            reservation.fetching = self._missing(p, known[local:ready])
+            wanted = known[hit:ready]
+            reservation.fetching = missing(observer.state_header, p, wanted.ctypes.data, len(wanted))
             hit = ready
             if reservation.fetching:
                 reservation.fetch_bytes = reservation.fetching * self.block_bytes
@@ -286,29 +306,29 @@ class LiveState:
                 self._flow(reservation.holder, p, reservation.fetch_bytes, math.inf, 1)
             else:
                 reservation.source = Source.LOCAL
-        reservation.reused_tokens = min(hit * self.block_tokens, n - 1)
-        loaded = hit - device if reservation.source != Source.RECOMPUTE else 0
-        reservation.predicted_s = self.observer.prefill_s(p, n, hit, loaded)
         reservation.hashes = hashes
         reservation.blocks = self.index.intern(hashes)
         self.index.expect(p, reservation.blocks)
-        row = self.decode[d]
-        row["pending_requests"] += 1
-        row["pending_tokens"] += n
         reservation.flight = len(self.flying)
-        self.flight[reservation.flight] = (d, 0, now_s + reservation.predicted_ttft_s, n)
+        reservation.predicted_s, reservation.reused_tokens = self._enter(
+            observer.state_header,
+            observer.parameters_header,
+            observer.match_address,
+            p,
+            d,
+            int(reservation.source),
+            hit,
+            n,
+            reservation.predicted_ttft_s,
+            reservation.flight,
+        )
         self.flying.append(reservation)
-        self.clock["in_flight"] = len(self.flying)
         self.reservations[reservation.request_id] = reservation
         self._schedule(reservation, reservation.expires_s)
-        prefill = self.prefill[p]
-        prefill["queue_requests"] += 1
-        prefill["queued_s"] += reservation.predicted_s
-        self.mean_prefill_s[p] = 0.95 * self.mean_prefill_s[p] + 0.05 * reservation.predicted_s
+        self.mean_prefill_s[p] += 0.05 * (reservation.predicted_s - self.mean_prefill_s[p])
         self.queues[p].append(reservation)
-        if self.running[p] is None and not prefill["running"]:
-            self._start(p, now_s)
-        self._count_blocks(p)
+        if self.running[p] is None and not self.prefill["running"][p]:
+            self._begin(p, reservation.arrival_s)
 
     @property
     def full(self) -> bool:
@@ -317,28 +337,25 @@ class LiveState:
 
     # --- what becomes of a reservation ----------------------------------------------------------------------------
 
-    def _start(self, p: int, now_s: float) -> None:
+    def _begin(self, p: int, now_s: float) -> None:
         """The head of p's queue starts."""
         reservation = self.queues[p].popleft()
-        prefill = self.prefill[p]
+        external = self.external_prefill[p]
         self.running[p] = reservation
         reservation.stage = Stage.PREFILL
         reservation.prefill_start_s = now_s
-        self._unqueue(p, reservation)
-        prefill["running"] = 1
-        prefill["running_end_s"] = now_s + reservation.predicted_s + self.external_prefill[p].queue_s
+        end_s = self._start(
+            self.observer.state_header, p, now_s, reservation.predicted_s, external.queue_requests, external.queue_s
+        )
         if not reservation.reported:
-            self._step_at(reservation, float(prefill["running_end_s"]))
+            self._step_at(reservation, end_s)
         self._stream(reservation, 1)
 
     def _unqueue(self, p: int, reservation: Reservation) -> None:
-        prefill = self.prefill[p]
-        prefill["queue_requests"] -= 1
-        left = prefill["queue_requests"] - self.external_prefill[p].queue_requests
-        if left > 0:
-            prefill["queued_s"] -= reservation.predicted_s
-        else:
-            prefill["queued_s"] = self.external_prefill[p].queue_s
+        external = self.external_prefill[p]
+        leave_queue(
+            self.observer.state_header, p, reservation.predicted_s, external.queue_requests, external.queue_s
+        )
 
     def prefill_started(self, reservation: Reservation, at_s: float, expected_end_s: float = 0.0) -> None:
         """The engine has started on it; `expected_end_s` 0: it will take as long as predicted."""
@@ -347,7 +364,7 @@ class LiveState:
             if reservation in self.queues[p]:
                 self.queues[p].remove(reservation)
             self.queues[p].appendleft(reservation)
-            self._start(p, at_s)
+            self._begin(p, at_s)
         if reservation.stage == Stage.PREFILL:
             reservation.prefill_start_s = at_s
             end_s = expected_end_s if expected_end_s > 0 else at_s + reservation.predicted_s
@@ -360,7 +377,6 @@ class LiveState:
             self.fetching[reservation.prefill] -= reservation.fetching
             self._flow(reservation.holder, reservation.prefill, reservation.fetch_bytes, math.inf, -1)
             reservation.fetching = 0
-            self._count_blocks(reservation.prefill)
 
     def prefill_done(self, reservation: Reservation, at_s: float) -> None:
         """Its first token is out; its blocks are where KV events say."""
@@ -388,8 +404,7 @@ class LiveState:
         self.clock["prefill_s"] += reservation.prefill_s
         self.flight["start_s"][reservation.flight] = at_s
         if self.queues[p] and self.running[p] is None:
-            self._start(p, at_s)
-        self._count_blocks(p)
+            self._begin(p, at_s)
         if not reservation.reported:
             bytes_ = reservation.input_tokens * self.spec.model.kv_bytes_per_token
             nic = float(self.observer.parameters.decode["nic_bytes_per_s"][reservation.decode])
@@ -492,7 +507,7 @@ class LiveState:
             self.running[p] = None
             self.prefill["running"][p] = 0
             if self.queues[p]:
-                self._start(p, at_s)
+                self._begin(p, at_s)
         if reservation.stage <= Stage.PREFILL:
             self.fetch_landed(reservation)
             self.index.unexpect(p, reservation.blocks)
@@ -562,7 +577,9 @@ class LiveState:
                 self.end(reservation, "expired", now_s)
             elif due_s < reservation.expires_s:
                 self._schedule(reservation, reservation.expires_s)
-        self.index.expire(now_s)
+        if now_s >= self._forget_s:
+            self.index.expire(now_s)
+            self._forget_s = now_s + FORGET_EVERY_S
         self.clock["now_s"] = max(now_s, float(self.clock["now_s"]))
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
@@ -639,11 +656,11 @@ class LiveState:
         for name in flows:
             if load.HasField(name):
                 row[name] = getattr(load, name)
-                self.reports_nic[node] = True
+                self.reports_nic[node] = 1
         for name, column in (*rates, ("rx_bytes_per_s", "rx_used")):
             if load.HasField(name):
                 row[column] = getattr(load, name)
-                self.reports_nic[node] = True
+                self.reports_nic[node] = 1
 
     # --- reckoning ---------------------------------------------------------------------------------------------------
 
@@ -657,7 +674,9 @@ class LiveState:
 
     def _step_s(self, d: int) -> float:
         row, node = self.decode[d], self.observer.parameters.decode[d]
-        growing = float(node["step_request_s"]) * int(row["batch"]) + float(node["step_token_s"]) * float(row["kv_tokens"])
+        growing = float(node["step_request_s"]) * int(row["batch"]) + float(node["step_token_s"]) * float(
+            row["kv_tokens"]
+        )
         return float(node["step_base_s"]) + growing
 
     def _generated(self, d: int, reservation: Reservation, at_s: float) -> float:
@@ -671,36 +690,22 @@ class LiveState:
 
     def _flow(self, source: int, target: int, size: float, rate: float, sign: int) -> None:
         """A transfer of at most `rate` bytes per second begins (sign 1) or ends (-1)."""
-        if not self.reports_nic[source]:
-            row = self.prefill[source]
-            row["tx_flows"] += sign
-            row["tx_backlog_bytes"] += sign * size
-            self._use(row, "tx", float(self.observer.parameters.prefill["nic_bytes_per_s"][source]), rate, sign)
-        if not self.reports_nic[target]:
-            prefills = len(self.prefills)
-            if target < prefills:
-                row, node = self.prefill[target], self.observer.parameters.prefill[target]
-            else:
-                row, node = self.decode[target - prefills], self.observer.parameters.decode[target - prefills]
-            row["rx_flows"] += sign
-            self._use(row, "rx", float(node["nic_bytes_per_s"]), rate, sign)
+        observer = self.observer
+        self._move(
+            observer.state_header,
+            observer.parameters_header,
+            self._nic_address,
+            source,
+            target,
+            size,
+            rate,
+            sign,
+        )
 
-    @staticmethod
-    def _use(row: Any, side: str, nic: float, rate: float, sign: int) -> None:
-        used = float(row[side + "_used"]) + sign * min(rate, nic)
-        row[side + "_used"] = min(nic, max(0.0, used)) if row[side + "_flows"] > 0 else 0.0
-
-    def _missing(self, p: int, blocks: NDArray[np.int32]) -> int:
-        """How many of the blocks are not on an instance."""
-        word, bit = divmod(p, ROW_BITS)
-        words = self.observer.state.blocks[blocks, word]
-        return len(blocks) - int(np.count_nonzero(words & (1 << (ROW_BITS * HOST + bit))))
-
-    def _count_blocks(self, p: int | None = None) -> None:
-        """Bring the used shares of the cache tiers up to date."""
-        for i in range(len(self.prefills)) if p is None else (p,):
-            self.prefill["host_used"][i] = self.index.host_used[i] + self.fetching[i]
-            self.prefill["device_used"][i] = self.index.device_used[i]
+    def count_blocks(self) -> None:
+        """Bring the used shares of the cache tiers up to date with the index, which KV events change."""
+        np.add(self.index.host_used, self.fetching, out=self.host_used)
+        self.device_used[:] = self.index.device_used
 
     def worker(self, worker_id: str) -> Worker | None:
         """A worker by its id."""

@@ -320,6 +320,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         conductor = self.conductor
         state = conductor.state
         state.advance(conductor.clock.now())
+        state.count_blocks()
         response = pb.GetStateResponse(
             now_s=float(state.clock["now_s"]),
             policy=conductor.policy.name,

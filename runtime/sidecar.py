@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import os
 import signal
-import time
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +25,13 @@ from .decision_log import DecisionLog, Ended, LogRow
 from .fairness import TenantShares
 from .kv_events import KvEventSubscriber
 from .live_state import Reservation
-from .metrics import SidecarMetrics
+from .metrics import SidecarMetrics, start_http
 from .proto import conductor_pb2, conductor_pb2_grpc
 from .request import Assignment, Rejection
 from .server import ConductorService
-from .snapshot import SnapshotError, dump, fetch, restore, write
+from .snapshot import SnapshotError, dump, fetch, read, restore, write
 from .telemetry import EngineMetrics, Scraper
-from .workers import LiveCluster, load_live_cluster
+from .workers import load_live_cluster
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +84,47 @@ class Options:
 
 
 RELOADABLE = ("policy", "fallback", "shadow", "canary", "canary_share", "tenants")
+FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, OSError)
+"""What `Sidecar` raises for wrong options, files and addresses; the messages are for the user."""
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The file of options that may change while serving.
+
+    Raises:
+        ConfigError: naming the file, the field and what was expected.
+    """
+    try:
+        fields = yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{path}: cannot be read: {' '.join(str(error).split())}") from None
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path}: expected a mapping of {', '.join(RELOADABLE)}, found {type(fields).__name__}")
+    for name, value in fields.items():
+        if name not in RELOADABLE:
+            raise ConfigError(f"{path}: {name}: no such field; expected {', '.join(RELOADABLE)}")
+        if name == "tenants":
+            good = isinstance(value, dict) and all(isinstance(w, int | float) and w > 0 for w in value.values())
+            expected = "a weight above 0 for each tenant"
+        elif name == "canary_share":
+            good, expected = isinstance(value, int | float) and 0 <= value <= 1, "a number in 0 .. 1"
+        else:
+            good, expected = isinstance(value, str), "the name of a policy"
+        if not good:
+            raise ConfigError(f"{path}: {name}: expected {expected}, found {value!r}")
+    return fields
+
+
+def host_and_port(name: str, address: str) -> tuple[str, int]:
+    """The parts of HOST:PORT.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise ConfigError(f"--{name.replace('_', '-')}: expected HOST:PORT, found {address!r}")
+    return host.strip("[]"), int(port)
 
 
 class Sidecar:
@@ -94,17 +132,28 @@ class Sidecar:
 
     Attributes:
         bound: the addresses that were bound, by face (`grpc`, `ext_proc`, `metrics`, `indexer`).
+
+    Raises (when made):
+        ConfigError, SpecError, PolicyError: an option, the cluster file or a policy that cannot be.
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.bound: dict[str, str] = {}
-        self.cluster: LiveCluster = load_live_cluster(options.cluster)
+        for name in ("grpc", "ext_proc", "metrics", "indexer"):
+            if getattr(options, name):
+                host_and_port(name, getattr(options, name))
+        if bool(options.tls_certificate) != bool(options.tls_key):
+            raise ConfigError("--tls-certificate and --tls-key are needed together")
+        if options.tls_client_ca and not options.tls_key:
+            raise ConfigError("--tls-client-ca needs --tls-certificate and --tls-key")
+        if options.canary_share and not options.canary:
+            raise ConfigError("--canary-share needs --canary")
         if options.config:
             for name, value in read_config(Path(options.config)).items():
                 setattr(options, name, value)
         self.conductor = Conductor(
-            self.cluster,
+            load_live_cluster(options.cluster),
             options.policy,
             fallback=options.fallback,
             shadow=options.shadow,
@@ -114,15 +163,449 @@ class Sidecar:
             blocks=options.blocks,
             in_flight=options.in_flight,
             lease_s=options.lease_s,
+            assumed_s=options.approximate_ttl_s,
             clock=Clock(external=options.external_clock),
             shares=TenantShares(options.tenants),
             seed=options.seed,
         )
-        self.started = asyncio.Event()
-        self.reloads: dict[str, int] = {"ok": 0, "refused": 0}
+        self.reloads: dict[str, float] = {"ok": 0, "refused": 0}
         self.subscribers: dict[str, KvEventSubscriber] = {}
+        self.service = ConductorService(
+            self.conductor,
+            note=self._note,
+            kv_cursor=self._kv_cursor,
+            snapshot=self._snapshot,
+            membership=self._follow_workers,
+        )
+        self.endpoint_picker: ext_proc.ExternalProcessor | None = None
+        self.decision_log: DecisionLog | None = None
+        self.calibration: Calibration | None = None
+        self.metrics = SidecarMetrics(
+            version=_version(), policy=self.conductor.policy.name, cluster=self.conductor.state.spec.name
+        )
+        self.scraper: Scraper | None = None
         self._servers: list[grpc.aio.Server] = []
-        self._closers: list[Callable[[], Awaitable[None]]] = []
+        self._health: list[ext_proc.Health] = []
+        self._http: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._stop = asyncio.Event()
-        self._watched: dict[Path, float] = {}
+        self._stopping = asyncio.Event()
+        self._watched: dict[Path, int] = {}
+
+    # --- life ----------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> int:
+        """Serve until SIGINT or SIGTERM; the process's exit status.
+
+        Raises:
+            OSError, SnapshotError: an address that cannot be bound, a snapshot that cannot be restored.
+        """
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stopping.set)
+        if hasattr(signal, "SIGHUP"):
+            loop.add_signal_handler(signal.SIGHUP, self.reload)
+        await self.start()
+        await self._stopping.wait()
+        log.info("stopping; calls may go on for %g s", self.options.drain_s)
+        await self.stop()
+        return 0
+
+    async def start(self) -> None:
+        """Come up: memory first, then senses, faces last."""
+        options, conductor = self.options, self.conductor
+        cursors = await self._warm_start()
+        if options.log:
+            self.decision_log = DecisionLog(
+                options.log,
+                conductor.state.block_tokens,
+                conductor.state.spec.name,
+                clock=conductor.clock.now,
+                cluster=conductor.state.spec,
+            )
+        self.scraper = Scraper(self._engine_metrics, on_up=self._worker_up, interval_s=options.scrape_interval_s)
+        await self.scraper.start()
+        self._follow_workers(cursors)
+        conductor.on_made.append(self._made)
+        conductor.on_ended.append(self._ended)
+        self._pull_metrics()
+        await self._serve_grpc()
+        await self._serve_http()
+        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch())]
+        if options.snapshot:
+            self._tasks.append(asyncio.create_task(self._keep_snapshots()))
+        for face, address in self.bound.items():
+            log.info("%s on %s", face, address)
+        log.info("%s decides for %s", conductor.policy.name, conductor.state.spec.name)
+
+    async def stop(self) -> None:
+        """Go down in order: no new requests, calls in flight end, what is known is written."""
+        self.conductor.draining = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(server.stop(self.options.drain_s) for server in self._servers))
+        for server in self._http:
+            await server.close()
+        for subscriber in self.subscribers.values():
+            await subscriber.close()
+        if self.scraper is not None:
+            await self.scraper.close()
+        if self.options.snapshot:
+            self._write_snapshot()
+        if self.decision_log is not None:
+            for reservation in list(self.conductor.state.reservations.values()):
+                self.conductor.state.end(reservation, "shutdown")
+            self.decision_log.close()
+
+    # --- faces ---------------------------------------------------------------------------------------------------------
+
+    async def _serve_grpc(self) -> None:
+        options = self.options
+        faces = {"grpc": options.grpc, "ext_proc": options.ext_proc}
+        settings = ext_proc.Options(
+            observe_responses=options.observe_responses,
+            max_body_bytes=options.max_message_bytes,
+            max_streams=options.max_concurrent,
+        )
+        by_address: dict[str, list[str]] = {}
+        for face, address in faces.items():
+            if address:
+                by_address.setdefault(address, []).append(face)
+        for address, here in by_address.items():
+            server = grpc.aio.server(
+                options=ext_proc.server_options(settings), maximum_concurrent_rpcs=2 * options.max_concurrent
+            )
+            names = [reflection.SERVICE_NAME]
+            if "grpc" in here:
+                conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, server)
+                names.append(SERVICE)
+            if "ext_proc" in here:
+                self.endpoint_picker = ext_proc.add_to_server(server, self.conductor, options=settings)
+                names.append(ext_proc.SERVICE)
+            self._health.append(ext_proc.add_health(server, self.conductor, services=[SERVICE]))
+            names.append("grpc.health.v1.Health")
+            reflection.enable_server_reflection(names, server)
+            host, port = host_and_port(here[0], address)
+            place = f"[{host}]" if ":" in host else host
+            try:
+                if options.tls_key:
+                    bound = server.add_secure_port(f"{place}:{port}", self._credentials())
+                else:
+                    bound = server.add_insecure_port(f"{place}:{port}")
+            except RuntimeError as error:
+                raise ConfigError(f"--{here[0].replace('_', '-')}: cannot bind {address}: {error}") from None
+            await server.start()
+            self._servers.append(server)
+            self.bound |= dict.fromkeys(here, f"{place}:{bound}")
+
+    def _credentials(self) -> grpc.ServerCredentials:
+        options = self.options
+        parts = {}
+        for name in ("tls_certificate", "tls_key", "tls_client_ca"):
+            path = getattr(options, name)
+            try:
+                parts[name] = Path(path).read_bytes() if path else None
+            except OSError as error:
+                raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
+        return grpc.ssl_server_credentials(
+            [(parts["tls_key"], parts["tls_certificate"])],
+            root_certificates=parts["tls_client_ca"],
+            require_client_auth=bool(options.tls_client_ca),
+        )
+
+    async def _serve_http(self) -> None:
+        by_address: dict[str, list[str]] = {}
+        for face in ("metrics", "indexer"):
+            if getattr(self.options, face):
+                by_address.setdefault(getattr(self.options, face), []).append(face)
+        for address, here in by_address.items():
+            host, port = host_and_port(here[0], address)
+            routes = add_routes(self) if "indexer" in here else None
+            try:
+                server = await start_http(host, port, self.metrics, ready=self._ready, routes=routes)
+            except OSError as error:
+                raise ConfigError(f"--{here[0]}: cannot bind {address}: {error.strerror or error}") from None
+            self._http.append(server)
+            self.bound |= dict.fromkeys(here, f"{host}:{server.port}")
+
+    def _ready(self) -> str:
+        return "draining" if self.conductor.draining else ""
+
+    # --- senses --------------------------------------------------------------------------------------------------------
+
+    def _follow_workers(self, cursors: dict[str, int] | None = None) -> None:
+        """Listen to the workers there are, and to no others."""
+        state = self.conductor.state
+        listened = {worker.id: worker for worker in state.prefills if worker.kv_events}
+        for worker_id, subscriber in list(self.subscribers.items()):
+            worker = listened.get(worker_id)
+            if worker is None or (worker.kv_events, worker.kv_replay) != (subscriber.endpoint, subscriber.replay_endpoint):
+                del self.subscribers[worker_id]
+                self._later(subscriber.close())
+            else:
+                subscriber.instance = state.prefill_of[worker_id]
+        for worker_id, worker in listened.items():
+            if worker_id not in self.subscribers:
+                cursor = (cursors or {}).get(worker_id)
+                self.subscribers[worker_id] = self._subscribe(worker, cursor)
+        if self.scraper is not None:
+            known = {telemetry.worker.id: telemetry.worker for telemetry in self.scraper}
+            wanted = {worker.id: worker for worker in state.cluster.workers if worker.metrics_url}
+            for worker_id, worker in known.items():
+                if wanted.get(worker_id) != worker:
+                    self.scraper.remove(worker_id)
+            for worker_id, worker in wanted.items():
+                if worker_id not in self.scraper:
+                    self.scraper.add(worker)
+        self.metrics.about(version=_version(), policy=self.conductor.policy.name, cluster=state.spec.name)
+        self._calibrate()
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.append(task)
+        task.add_done_callback(lambda done: done in self._tasks and self._tasks.remove(done))
+
+    def _engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
+        if not self.conductor.clock.external:
+            self.conductor.state.advance(self.conductor.clock.now())
+        self.conductor.state.engine_metrics(worker_id, metrics)
+
+    def _worker_up(self, worker_id: str, up: bool) -> None:
+        log.warning("worker %s is %s", worker_id, "up again" if up else "down")
+        self.conductor.state.mark(worker_id, up)
+
+    def _note(self, worker_id: str) -> str:
+        if self.scraper is not None and worker_id in self.scraper:
+            telemetry = self.scraper[worker_id]
+            if not telemetry.up:
+                return f"down: {telemetry.last_error}"
+            if telemetry.stale:
+                return f"stale: {telemetry.last_error or 'no metrics yet'}"
+        return ""
+
+    def _kv_cursor(self, worker_id: str) -> tuple[int, bool]:
+        subscriber = self.subscribers.get(worker_id)
+        return (-1, False) if subscriber is None else (subscriber.last_sequence, subscriber.synced)
+
+    # --- memory --------------------------------------------------------------------------------------------------------
+
+    async def _warm_start(self) -> dict[str, int]:
+        """Restore the snapshot, or the peer's state; the workers' places in their KV events."""
+        data, source = None, ""
+        if self.options.snapshot:
+            source = self.options.snapshot
+            data = read(Path(source))
+        if data is None and self.options.peer:
+            source = self.options.peer
+            host_and_port("peer", source)
+            try:
+                data = await fetch(source)
+            except SnapshotError as error:
+                log.warning("starting cold: %s", error)
+        if data is None:
+            return {}
+        try:
+            restored = restore(self.conductor, data)
+        except SnapshotError as error:
+            log.warning("starting cold: %s: %s", source, error)
+            return {}
+        self._restored_calibration = restored["calibration"]
+        log.info("restored %d blocks from %s", self.conductor.state.index.used, source)
+        cursors: dict[str, int] = restored["cursors"]
+        return cursors
+
+    def _snapshot(self) -> bytes:
+        cursors = {worker_id: subscriber.last_sequence for worker_id, subscriber in self.subscribers.items()}
+        return dump(self.conductor.state, cursors, self._calibration_state())
+
+    def _write_snapshot(self) -> None:
+        try:
+            write(Path(self.options.snapshot), self._snapshot())
+        except OSError as error:
+            log.error("the snapshot %s cannot be written: %s", self.options.snapshot, error)
+
+    async def _keep_snapshots(self) -> None:
+        while True:
+            await asyncio.sleep(self.options.snapshot_every_s)
+            data = self._snapshot()
+            try:
+                await asyncio.to_thread(write, Path(self.options.snapshot), data)
+            except OSError as error:
+                log.error("the snapshot %s cannot be written: %s", self.options.snapshot, error)
+
+    async def _tick(self) -> None:
+        """Leases end and predictions come due even while no request comes."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            if not self.conductor.clock.external:
+                self.conductor.state.advance(self.conductor.clock.now())
+
+    # --- reloading -----------------------------------------------------------------------------------------------------
+
+    def reload(self) -> bool:
+        """Read the configuration and the cluster file anew; all of it is taken, or nothing. Whether it was taken."""
+        try:
+            fields = read_config(Path(self.options.config)) if self.options.config else {}
+            live = load_live_cluster(self.options.cluster)
+            present = self.conductor.state
+            if live.spec.block_tokens != present.block_tokens:
+                raise ConfigError(
+                    f"{self.options.cluster}: block_tokens cannot change while serving ({present.block_tokens} now)"
+                )
+            policies = {name: fields.get(name, getattr(self.options, name)) for name in RELOADABLE[:4]}
+            self.conductor.change_policies(policies, float(fields.get("canary_share", self.options.canary_share)))
+            self.conductor.shares.weights = dict(fields.get("tenants", self.options.tenants))
+            if live != present.cluster:
+                self.conductor.change_cluster(live)
+        except (*FAULTS, ValueError) as error:
+            self.reloads["refused"] += 1
+            log.error("not reloaded: %s", error)
+            return False
+        self.reloads["ok"] += 1
+        self._follow_workers()
+        log.info("reloaded: %s decides for %s", self.conductor.policy.name, self.conductor.state.spec.name)
+        return True
+
+    async def _watch(self) -> None:
+        """Reload when a file changes, as Kubernetes changes a mounted ConfigMap."""
+        files = [Path(name) for name in (self.options.config, self.options.cluster) if name and Path(name).is_file()]
+        files += [Path(name) for name in (self.options.policy, self.options.shadow, self.options.canary) if _is_file(name)]
+        seen = {file: _stamp(file) for file in files}
+        while True:
+            await asyncio.sleep(WATCH_S)
+            now = {file: _stamp(file) for file in files}
+            if now != seen and None not in now.values():
+                seen = now
+                self.reload()
+
+    # --- what is counted, logged and learnt ----------------------------------------------------------------------------
+
+    def _made(self, made: Made) -> None:
+        answer, observation = made.answer, made.observation
+        canary = self.conductor.canary
+        loads = {}
+        if observation is not None:
+            cluster = observation.cluster[0, 0]
+            loads = {
+                "prefill_load": float(cluster["prefill_load"]),
+                "decode_load": float(cluster["decode_load_now"]),
+                "decode_load_forecast": float(cluster["decode_load_forecast"]),
+            }
+        if isinstance(answer, Assignment):
+            self.metrics.observe_decision(
+                made.seconds,
+                predicted_ttft_s=answer.predicted_ttft_s,
+                predicted_tbt_s=answer.predicted_tbt_s,
+                input_tokens=answer.input_tokens,
+                reused_tokens=answer.reused_tokens,
+                fell_back=answer.fell_back,
+                canary=answer.policy if canary is not None and answer.policy == canary.name else "",
+                **loads,
+            )
+        else:
+            self.metrics.observe_decision(made.seconds, answer.reason.value, fell_back=answer.fell_back, **loads)
+        if self.conductor.shadow is not None and observation is not None:
+            self._compare(made, observation)
+        if self.decision_log is not None:
+            self._log(made)
+
+    def _compare(self, made: Made, observation: Any) -> None:
+        """The shadow policy's decision beside the one that was made."""
+        action = made.shadow_action
+        if action is None:
+            self.metrics.observe_shadow(None)
+            return
+        gain_s = math.nan
+        if action and made.action:
+            gain_s = self._predicted(observation, made.action) - self._predicted(observation, action)
+        self.metrics.observe_shadow(action == made.action, gain_s)
+
+    def _predicted(self, observation: Any, action: int) -> float:
+        pair, source = divmod(action - 1, 3)
+        p = pair // observation.decode.shape[1]
+        return float(self.conductor.state.ttft_s[source][p])
+
+    def _log(self, made: Made) -> None:
+        answer, observation, request = made.answer, made.observation, made.request
+        assert self.decision_log is not None
+        if request.dry_run:
+            return
+        state = self.conductor.state
+        row = LogRow(
+            request.request_id,
+            made.arrival_s,
+            len(request.tokens) if request.tokens is not None else request.input_tokens,
+            action=made.action,
+            block_ids=made.hashes,
+            expected_output_tokens=float(state.clock["expected_output_tokens"]),
+            tenant=request.tenant,
+            policy=answer.policy,
+            fell_back=answer.fell_back,
+            propensity=made.probability,
+            ttft_slo_s=request.ttft_slo_s or state.spec.slo.ttft_s,
+            tbt_slo_s=request.tbt_slo_s or state.spec.slo.tbt_s,
+            prefills=len(state.prefills),
+            decodes=len(state.decodes),
+        )
+        if observation is not None and self.decision_log.observations:
+            row.observation = decision_log.pack(observation)
+        if isinstance(answer, Rejection):
+            row.status, row.reason = Ended.REJECTED_AT_ARRIVAL, answer.reason.value
+            self.decision_log.record(row)
+            return
+        row.prefill, row.decode = answer.prefill.id, answer.decode.id
+        row.predicted_ttft_s, row.predicted_tbt_s = answer.predicted_ttft_s, answer.predicted_tbt_s
+        if made.reservation is not None:
+            made.reservation.note = row
+
+    def _ended(self, reservation: Reservation) -> None:
+        finished = reservation.end == "finished"
+        known = finished and reservation.reported
+        if known or not finished:
+            self.metrics.observe_outcome(
+                ttft_s=reservation.ttft_s if known else math.nan,
+                tbt_s=reservation.tbt_s if known else math.nan,
+                predicted_ttft_s=reservation.predicted_ttft_s,
+                predicted_tbt_s=reservation.predicted_tbt_s,
+                ttft_slo_s=reservation.ttft_slo_s,
+                tbt_slo_s=reservation.tbt_slo_s,
+                output_tokens=reservation.output_tokens,
+                input_tokens=reservation.input_tokens,
+                tenant=reservation.tenant,
+                failed="" if finished else reservation.end,
+            )
+        if known:
+            self._learn(reservation)
+        row = reservation.note
+        if self.decision_log is not None and isinstance(row, LogRow):
+            ends = {"recheck": Ended.REJECTED_AT_DECODE, "expired": Ended.EXPIRED, "shutdown": Ended.EXPIRED}
+            row.status = ends.get(reservation.end, Ended.FAILED)
+            if finished:
+                row.status = Ended.COMPLETED if known else Ended.EXPIRED
+            row.reason = "" if finished else reservation.end
+            row.output_tokens = reservation.output_tokens
+            if known:
+                row.ttft_s, row.tbt_s = reservation.ttft_s, reservation.tbt_s
+                row.prefill_s = reservation.prefill_s
+            self.decision_log.record(row)
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("conductor-gym")
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def _is_file(name: str) -> bool:
+    return bool(name) and Path(name).is_file()
+
+
+def _stamp(file: Path) -> int | None:
+    """Changes when the file does; None while it is not there (it is being replaced)."""
+    try:
+        return os.stat(file).st_mtime_ns
+    except OSError:
+        return None

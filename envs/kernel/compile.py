@@ -92,6 +92,18 @@ def compiled(function: F) -> F:
     return dispatcher  # type: ignore[no-any-return]
 
 
+def entry_point(function: Callable[..., Any], *arguments: Any) -> Callable[..., Any]:
+    """The machine code of a compiled function for arguments of these types.
+
+    Calling it skips looking the types up, which takes longer than a short kernel runs. The arguments of every call must
+    be of the same types: nobody checks.
+    """
+    dispatcher: Any = function
+    kinds = tuple(numba.typeof(argument) for argument in arguments)
+    dispatcher.compile(kinds)
+    return dispatcher.overloads[kinds].entry_point  # type: ignore[no-any-return]
+
+
 def _specialise_once(dispatcher: Any) -> None:
     """Have calls from other kernels use 64-bit integers, whatever they pass.
 
