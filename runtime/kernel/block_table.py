@@ -336,6 +336,8 @@ def number_of(index, own, before):
         made = _make_room(index)
         if before >= 0:
             cell_of(index, before).held -= 1
+            if _can_go(index, before):
+                index.exhausted = 0  # there was nothing else, but for another chain this one may go
         if not made:
             return np.int64(-1)
         at = _search(index, own)
@@ -509,9 +511,10 @@ def store(at, p, medium, hashes, before_hash, follows):
         if i + _AHEAD < count:
             _prefetch_slot(index, hashes[i + _AHEAD])
         before = number_of(index, hashes[i], before)
-        if before >= 0:
-            put(index, before, p, medium)
-            done += 1
+        if before < 0:
+            break  # what follows would be of no use without it
+        put(index, before, p, medium)
+        done += 1
     return done
 
 
@@ -710,7 +713,7 @@ def route(at, p, hashes, expires_us):
     for i in range(len(hashes)):
         before = number_of(index, hashes[i], before)
         if before < 0:
-            continue
+            break
         done += 1
         put(index, before, p, ROUTED)
         cell_of(index, before).held += 1  # not to be recycled while the ring makes room

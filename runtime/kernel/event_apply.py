@@ -90,8 +90,8 @@ def _stored(index, work, event, hashes):
         above = own
         before = number_of(index, own, before)
         if before < 0:
-            work.full += 1
-            continue
+            work.full += event.hashes - i
+            return  # what follows would be of no use without it
         if put(index, before, p, medium):
             work.stored += 1
         remember(index, p, tag, engine, own, before)
