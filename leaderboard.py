@@ -28,15 +28,18 @@ import numpy as np
 from envs import metrics
 from envs.metrics import Replay
 from envs.simulator import Simulator
-from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster
+from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
-from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy
+from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
+from policies.run_folder import NetworkPolicy
 from traces import Trace, TraceError
 from traces import load as load_trace
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+
+    from runtime.decision_log import Log
 
 ROOT = Path(__file__).resolve().parent
 PARTS = ("train", "validation", "test", "all")
@@ -62,6 +65,8 @@ EXAMPLES = """examples:
       a trained policy against its teacher, and the highest load each sustains
   python leaderboard.py --policies mymodule:MyPolicy,conductor --json result.json --plot curve.png
       your own class with a decide(observation) method; see policies/policy.py
+  python leaderboard.py --log decisions --policies runs/ppo-3,conductor+predictive --cluster live.yaml
+      what other policies would have made of the live requests in a decision log, and how sure that is
 
 policies: ROUTER[:option=value,...][+ADMISSION[:option=value,...]], a run folder of train.py, or
   module:Class. Without an admission conductor uses slo, the other routers none.
@@ -569,6 +574,242 @@ def _compare_cell(
     return found
 
 
+# --- from a decision log ---------------------------------------------------------------------------
+
+
+@dataclass
+class LogResult:
+    """What a decision log says of policies, ready for JSON."""
+
+    log: dict[str, Any]
+    rows: list[dict[str, Any]]
+    model: dict[str, Any] | None
+    no_model: str
+    about: dict[str, Any]
+
+
+def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
+    """`--log`: evaluate policies from logged decisions."""
+    from runtime.decision_log import read_log
+
+    for option in ("trace", "part", "load", "capacity", "sustained", "plot"):
+        if getattr(arguments, option):
+            raise LeaderboardError(f"--{option} does not go with --log: a log has its own requests, at its own speed")
+    if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
+        raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
+    contestants = [Contestant(name) for name in names]
+    log = read_log(arguments.log)
+    if log.trace.n_requests <= arguments.warmup:
+        raise LeaderboardError(f"--warmup {arguments.warmup}: the log has {log.trace.n_requests} requests")
+    setting = log_setting(log, arguments)
+    result = evaluate_log(contestants, log, setting, arguments.warmup, Pool(arguments.jobs, Progress()))
+    if arguments.json == "-":
+        print(log_json(result))
+        return
+    if arguments.json:
+        Path(arguments.json).write_text(log_json(result) + "\n")
+    from rich.console import Console
+
+    needed = LOG_WIDTH + max(len(name) for name in names)
+    print_log(result, Console(width=max(needed, Console().width)))
+
+
+def log_setting(log: Log, arguments: argparse.Namespace) -> Setting | None:
+    """The log's requests on the cluster given, or on the log's own; None where there is neither.
+
+    Raises:
+        LeaderboardError: another number of instances or another block size than the log's.
+    """
+    given = _flat(arguments.cluster, [])
+    if len(given) > 1:
+        raise LeaderboardError(f"--cluster {','.join(given)}: expected one cluster with --log, the one that was logged")
+    if given:
+        spec, cluster = load_cluster(given[0]), given[0]
+    elif log.cluster is not None:
+        spec = validate_cluster(log.cluster, f"{arguments.log}: cluster")
+        cluster = spec.name
+    else:
+        return None
+    if log.logged.observed:
+        largest = max(log.logged.observed, key=lambda group: len(group.rows)).observation
+        found = (largest.prefill.shape[1], largest.decode.shape[1])
+        if found != (spec.n_prefill, spec.n_decode):
+            raise LeaderboardError(
+                f"{arguments.log} was logged on {found[0]} prefill and {found[1]} decode instances, cluster "
+                f"{cluster!r} has {spec.n_prefill} and {spec.n_decode}; expected the cluster that was logged"
+            )
+    trace, first = log.trace, arguments.warmup
+    # The same requests for every seed: only policies that draw differ.
+    part = Part(str(arguments.log), "log", trace.checksum, first, (trace,) * arguments.seeds)
+    if trace.has_blocks and trace.block_tokens != spec.block_tokens:
+        raise LeaderboardError(
+            f"{arguments.log} has blocks of {trace.block_tokens} tokens, cluster {cluster!r} of {spec.block_tokens}; "
+            "expected equal sizes (block_tokens of the cluster file)"
+        )
+    return Setting(part, cluster, spec)
+
+
+def evaluate_log(
+    contestants: Sequence[Contestant], log: Log, setting: Setting | None, warmup: int, pool: Pool
+) -> LogResult:
+    """Every policy on the logged decisions, in the order given."""
+    logged = log.logged.tail(warmup)
+    columns = {label: column[warmup:] for label, column in log.columns.items()}
+    calibration = off_policy.Calibration.of(logged)
+    logging, why = logging_policy(columns)
+    replays: dict[str, list[Replay]] = {}
+    model = None
+    no_model = why
+    if setting is None:
+        no_model = "the log does not say which cluster it is of; give --cluster to replay it"
+    elif logging is not None:
+        everyone = {contestant.name: contestant for contestant in (*contestants, logging)}
+        runs = [(1.0, seed) for seed in range(len(setting.part.traces))]
+        tasks = [(c.compiled, partial(c.replays, setting, runs)) for c in everyone.values()]
+        replays = dict(zip(everyone, pool.run("replays", tasks), strict=True))
+        share = float((columns["policy"] == logging.name).mean())
+        model = {"policy": logging.name, "cluster": setting.cluster, "share_decided": share}
+        model |= off_policy.model_bias(logged, replays[logging.name])
+    rows = []
+    for contestant in contestants:
+        actions = logged_choices(contestant, logged)
+        row: dict[str, Any] = {"policy": contestant.name, "agreement": off_policy.agreement(logged, actions)}
+        row["takes"] = off_policy.takes(logged, actions)
+        row["ips"] = off_policy.weighted(logged, actions)
+        if calibration is None:
+            row["dr"] = row["direct"] = off_policy.Estimate(None, "nothing to measure prediction errors on")
+        else:
+            row["dr"] = off_policy.doubly_robust(logged, actions, calibration)
+            row["direct"] = off_policy.Estimate(off_policy.direct(logged, actions, calibration))
+            row["beyond_logged"] = calibration.beyond(logged, actions)
+        if model is not None and logging is not None:
+            row["replay"] = off_policy.by_replay(logged, replays[contestant.name], replays[logging.name])
+        rows.append(row)
+    about = {"notes": off_policy.NOTES | {"method": metrics.METHOD}, "code_version": code_version()}
+    return LogResult(about_log(logged, columns), rows, model, no_model, about)
+
+
+def logged_choices(contestant: Contestant, logged: off_policy.Logged) -> np.ndarray:
+    """What a policy would have decided on the logged observations: int64[N]."""
+    policy, name = contestant.policy, contestant.name
+    call(policy, name, "reset", 1, 0)
+
+    def choose(seen: Observation) -> np.ndarray:
+        # A compiled policy cannot write to it, and keeps a handle on the tables it knows.
+        return decide(policy, name, seen if contestant.compiled else read_only(seen))
+
+    return off_policy.choices(logged, choose, batched=isinstance(policy, NetworkPolicy))
+
+
+def logging_policy(columns: dict[str, np.ndarray]) -> tuple[Contestant | None, str]:
+    """The policy that made most of the logged decisions, or why it cannot be had."""
+    decided = columns["policy"].astype(str)
+    names, counts = np.unique(decided[decided != ""], return_counts=True)
+    if not len(names):
+        return None, "the log does not say who decided"
+    name = str(names[counts.argmax()])
+    try:
+        return Contestant(name), ""
+    except (PolicyError, LeaderboardError) as error:
+        return None, f"the logged policy cannot be replayed: {error}"
+
+
+def about_log(logged: off_policy.Logged, columns: dict[str, np.ndarray]) -> dict[str, Any]:
+    """What was logged: requests, goodput, who decided, and what is missing."""
+    known = np.isfinite(logged.good)
+    names, counts = np.unique(columns["policy"].astype(str), return_counts=True)
+    statuses, ended = np.unique(columns["status"].astype(str), return_counts=True)
+    return {
+        "requests": len(logged.good),
+        "duration_s": float(np.ptp(logged.arrival_s)),
+        "goodput": off_policy.mean_of(logged, known, logged.good),
+        "takes": off_policy.takes(logged, logged.action),
+        "policies": dict(zip(names.tolist(), counts.tolist())),
+        "ended": dict(zip(statuses.tolist(), ended.tolist())),
+        "fell_back": int((columns["fell_back"].astype(str) != "").sum()),
+        "drawn": int((logged.propensity < 1.0).sum()),
+        "outcome_unknown": int((~known).sum()),
+        "output_unknown": int((~columns["output_known"].astype(bool)).sum()),
+        "not_observed": int((~logged.seen).sum()),
+    }
+
+
+def log_json(result: LogResult) -> str:
+    """The result as JSON; what does not exist as null."""
+    whole = {"log": result.log, "rows": result.rows, "model": result.model, "no_model": result.no_model or None}
+    return json.dumps(_plain(whole | result.about), indent=1, allow_nan=False)
+
+
+OTHER_LOAD = 0.05
+"""Difference in the share of requests taken above which it is pointed out."""
+LOG_WIDTH = 155
+"""Characters the tables of a log need beside the policies' names."""
+
+
+def print_log(result: LogResult, console: Console) -> None:
+    """What was logged, one row per policy, the simulator's bias, and what the figures mean."""
+
+    def say(text: str, style: str = "") -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
+
+    log = result.log
+    decided = ", ".join(f"{name or '(nobody)'} {count}" for name, count in log["policies"].items())
+    say(f"{log['requests']} requests in {log['duration_s']:.0f} s, goodput {_span(log['goodput'])}")
+    say(f"decided by {decided}; {log['drawn']} of them drawn with a probability below 1")
+    missing = ("fell_back", "outcome_unknown", "output_unknown", "not_observed")
+    say("; ".join(f"{label.replace('_', ' ')}: {log[label]}" for label in missing))
+    table = _table("agreement with the logged decisions")
+    for heading in ("all", "accept", "prefill", "decode", "source"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result.rows:
+        table.add_row(row["policy"], *(_span(interval) for interval in row["agreement"].values()))
+    console.print(table)
+    table = _table("goodput")
+    headings = ("IPS", "effective\nrequests", "DR", "direct", "replay", "replay minus\nlogged policy's", "corrected")
+    for heading in headings:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in result.rows:
+        replay = row.get("replay", {})
+        simulated = [_span(replay.get(k), signed=k == "difference") for k in ("goodput", "difference", "corrected")]
+        estimates = [_span(row[key].interval) if row[key].interval else "none" for key in ("ips", "dr", "direct")]
+        estimates.insert(1, _figure(row["ips"].effective, 0))
+        table.add_row(row["policy"], *estimates, *simulated)
+    console.print(table)
+    for row in result.rows:
+        for key in ("ips", "direct"):
+            if row[key].why_not:
+                say(f"{row['policy']}: {'IPS, DR' if key == 'ips' else 'direct, DR'}: {row[key].why_not}")
+        ours, theirs = row["takes"].mean, log["takes"].mean
+        if abs(ours - theirs) > OTHER_LOAD:
+            say(
+                f"{row['policy']}: takes {ours:.0%} of requests where the log took {theirs:.0%}; what that does to the "
+                "load is in the replay only"
+            )
+        if row.get("beyond_logged", 0.0) > 0.01:
+            say(f"{row['policy']}: {row['beyond_logged']:.0%} of its choices have a predicted TTFT beyond any logged")
+    model = result.model
+    if model is None:
+        say(f"no replay: {result.no_model}")
+    else:
+        say(
+            f"the model's bias: {model['policy']}, who decided {model['share_decided']:.0%}, has on {model['cluster']} "
+            f"goodput {_span(model['goodput_simulated'])} simulated, {_span(model['goodput_logged'])} logged: "
+            f"{_span(model['bias'], signed=True)}; mean TTFT {_figure(model['ttft_simulated_s'], 3)} s and "
+            f"{_figure(model['ttft_logged_s'], 3)} s"
+        )
+    for note in result.about["notes"].values():
+        say(note, "dim")
+    say(f"code {result.about['code_version']}", "dim")
+
+
+def _span(interval: metrics.Interval | None, *, signed: bool = False) -> str:
+    """An interval as text."""
+    if interval is None or not math.isfinite(interval.mean):
+        return "-"
+    sign = "+" if signed else ""
+    return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
+
+
 # --- output --------------------------------------------------------------------------------------
 
 
@@ -587,20 +828,23 @@ def code_version() -> str:
     return _version[0]
 
 
+def _plain(value: Any) -> Any:
+    """Whole numbers as integers, what does not exist as null, named tuples by name."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(inner) for inner in value]
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            return None
+        return int(value) if value.is_integer() else value
+    return value
+
+
 def as_json(result: Result) -> str:
     """The result as JSON; whole numbers as integers, what does not exist as null."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [plain(inner) for inner in value]
-        if isinstance(value, float):
-            if not math.isfinite(value):
-                return None
-            return int(value) if value.is_integer() else value
-        return value
-
     whole = {
         "rows": result.rows,
         "paired": result.paired,
@@ -609,7 +853,7 @@ def as_json(result: Result) -> str:
         "capacities": result.capacities,
         **result.about,
     }
-    return json.dumps(plain(whole), indent=1, allow_nan=False)
+    return json.dumps(_plain(whole), indent=1, allow_nan=False)
 
 
 COLUMNS: tuple[tuple[str, str, int], ...] = (
@@ -857,6 +1101,8 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--trace", action="append", type=_names, metavar="FILE",
         help=f"any public trace, or builtin:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+    add("--log", metavar="FOLDER",
+        help="evaluate from a decision log instead: agreement, weighted and direct estimates, replay")  # fmt: skip
     add("--part", action="append", type=_names, metavar="|".join(PARTS),
         help="part of the trace, cut by time 60/20/20 (default test)")  # fmt: skip
     add(
@@ -987,6 +1233,9 @@ def run(arguments: argparse.Namespace) -> None:
         raise LeaderboardError("--policies: expected at least one policy; see --list")
     if arguments.load and arguments.capacity:
         raise LeaderboardError("--load and --capacity both give the load; use one of them")
+    if arguments.log:
+        run_log(arguments, names)
+        return
     if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
         raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
     contestants = [Contestant(name) for name in names]

@@ -33,7 +33,7 @@ MOST_UNSUPPORTED = 0.05
 interval is widened by what they could be."""
 LEAST_WEIGHT = 0.9
 """The mean weight is 1 where the log covers the policy's choices; its interval must reach this."""
-ROWS_PER_BIN, MOST_BINS, ERRORS_PER_BIN = 200, 10, 512
+ROWS_PER_BIN, MOST_BINS, ERRORS_PER_BIN = 200, 10, 1024
 BATCH = 4096
 
 
@@ -154,6 +154,11 @@ def agreement(logged: Logged, actions: Actions) -> dict[str, Interval]:
         **{name: (both, getattr(ours, name) == getattr(theirs, name)) for name in Parts._fields},
     }
     return {name: mean_of(logged, where, equal) for name, (where, equal) in same.items()}
+
+
+def takes(logged: Logged, actions: Actions) -> Interval:
+    """Share of observed requests that are not rejected at arrival."""
+    return mean_of(logged, logged.seen, actions > 0)
 
 
 def mean_of(logged: Logged, where: NDArray[np.bool_], values: NDArray[Any]) -> Interval:
@@ -282,8 +287,17 @@ class Calibration:
 
     def good(self, logged: Logged, actions: Actions) -> Float:
         """Probability that a request would be good: float64[N]; 0 where rejected, NaN where not observed."""
+        return self._good(logged, actions)[0]
+
+    def sampling_error(self, logged: Logged, actions: Actions) -> float:
+        """Standard error of the mean of `good` over observed rows that is due to the number of measured errors."""
+        return self._good(logged, actions)[1]
+
+    def _good(self, logged: Logged, actions: Actions) -> tuple[Float, float]:
         ttft_s, tbt_s = predictions(logged, actions)
         result = np.where(logged.seen, 0.0, np.nan)
+        total = max(1, int(logged.seen.sum()))
+        variance = 0.0
         taken = np.flatnonzero(~np.isnan(ttft_s))
         bin_of = np.searchsorted(self.edges, ttft_s[taken], side="right")
         for b, errors in enumerate(self.errors):
@@ -291,12 +305,15 @@ class Calibration:
             if not len(errors):
                 result[here] = np.nan
                 continue
+            by_error = np.zeros(len(errors))
             for first in range(0, len(here), BATCH):
                 rows = here[first : first + BATCH]
                 within = errors[None, :, 0] <= (logged.ttft_slo_s[rows] / ttft_s[rows])[:, None]
                 within &= errors[None, :, 1] <= (logged.tbt_slo_s[rows] / tbt_s[rows])[:, None]
                 result[rows] = within.mean(axis=1)
-        return result
+                by_error += within.sum(axis=0)
+            variance += float(np.var(by_error / total)) / len(errors)
+        return result, math.sqrt(variance)
 
     def beyond(self, logged: Logged, actions: Actions) -> float:
         """Share of a policy's choices with a predicted TTFT longer than any that was logged."""
@@ -308,7 +325,8 @@ class Calibration:
 def direct(logged: Logged, actions: Actions, calibration: Calibration) -> Interval:
     """Share of requests within both SLOs by the predictions for a policy's choices and the errors such predictions had.
 
-    The interval is that of the mean over requests together with that of the method's error on the logged choices.
+    The interval is that of the mean over requests together with that of the method's error on the logged choices and
+    that of having measured so many errors only.
     """
     rows = logged.seen
     ours = np.nan_to_num(calibration.good(logged, actions)[rows])
@@ -317,8 +335,9 @@ def direct(logged: Logged, actions: Actions, calibration: Calibration) -> Interv
     theirs = np.nan_to_num(calibration.good(logged, logged.action)[known])
     blocks = metrics.time_blocks(logged.arrival_s[known])
     error = metrics.difference(logged.good[known][None], theirs[None], blocks)
-    low = found.mean - math.hypot(found.mean - found.low, error.mean - error.low)
-    high = found.mean + math.hypot(found.high - found.mean, error.high - error.mean)
+    sampled = 1.96 * calibration.sampling_error(logged, actions)
+    low = found.mean - math.hypot(found.mean - found.low, error.mean - error.low, sampled)
+    high = found.mean + math.hypot(found.high - found.mean, error.high - error.mean, sampled)
     return Interval(found.mean, max(0.0, low), min(1.0, high))
 
 
@@ -349,11 +368,11 @@ def model_bias(logged: Logged, replays: Sequence[Replay]) -> dict[str, Any]:
     }
 
 
-def by_replay(logged: Logged, ours: Sequence[Replay], theirs: Sequence[Replay]) -> dict[str, Interval]:
+def by_replay(logged: Logged, ours: Sequence[Replay], theirs: Sequence[Replay]) -> dict[str, Interval | None]:
     """A policy against the logged one, both in the simulator.
 
     `goodput`: as simulated. `difference`: ours minus theirs, paired. `corrected`: the logged goodput plus that
-    difference, for a model that is wrong by the same amount for both.
+    difference, for a model that is wrong by the same amount for both; None where it is no share, so that it is not.
     """
     known = np.isfinite(logged.good)
     blocks = metrics.time_blocks(logged.arrival_s[known])
@@ -362,7 +381,7 @@ def by_replay(logged: Logged, ours: Sequence[Replay], theirs: Sequence[Replay]) 
     return {
         "goodput": metrics.interval(mine, blocks),
         "difference": metrics.difference(mine, base, blocks),
-        "corrected": _interval(corrected, blocks),
+        "corrected": _interval(corrected, blocks) if 0.0 <= corrected.mean() <= 1.0 else None,
     }
 
 
