@@ -484,7 +484,7 @@ async def half_closed(target: Target) -> None:
     stream = target.open()
     await stream.send(headers_message())
     await stream.send(body_message(b'{"model": "test-', end=False))
-    await stream.call.done_writing()
+    await stream.close()
     while await stream.receive() is not None:
         pass
     if stream.answer.late:

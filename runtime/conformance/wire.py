@@ -281,8 +281,18 @@ class Stream:
     def __init__(self, call: Any, timeout_s: float) -> None:
         self.call = call
         self.timeout_s = timeout_s
-        self.reading: Any = None
         self.answer = Answer()
+        self._arrived: asyncio.Queue[bytes | None] = asyncio.Queue()  # None: the stream is over
+        # Always reading: a message that came before a failed write would be lost otherwise.
+        self._reading = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        try:
+            while (data := await self.call.read()) is not _EOF:
+                self._arrived.put_nowait(data)
+        except (grpc.aio.AioRpcError, asyncio.CancelledError):
+            pass
+        self._arrived.put_nowait(None)
 
     async def send(self, message: Any) -> None:
         """Send a message, or bytes as they are. Nothing happens where the server has ended the stream."""
@@ -294,24 +304,26 @@ class Stream:
         except TimeoutError:
             self.answer.late = True
 
+    async def close(self) -> None:
+        """Say that nothing more will be sent."""
+        await self.call.done_writing()
+
     async def heard(self, timeout_s: float) -> bool:
         """Wait for a message or the end of the stream; whether one has come."""
-        if self.reading is None:
-            self.reading = asyncio.ensure_future(self.call.read())
-        done, _ = await asyncio.wait({self.reading}, timeout=timeout_s)
-        return bool(done)
+        until = asyncio.get_running_loop().time() + timeout_s
+        while self._arrived.empty() and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.002)
+        return not self._arrived.empty()
 
     async def receive(self, timeout_s: float | None = None) -> Any | None:
         """The next message; None where the stream is over or nothing comes in time (see `answer`)."""
-        if not await self.heard(timeout_s or self.timeout_s):
+        try:
+            data = await asyncio.wait_for(self._arrived.get(), timeout_s or self.timeout_s)
+        except TimeoutError:
             self.answer.late = True
             return None
-        reading, self.reading = self.reading, None
-        try:
-            data = await reading
-        except grpc.aio.AioRpcError:
-            data = _EOF
-        if data is _EOF:
+        if data is None:
+            self._arrived.put_nowait(None)
             self.answer.status = await self.call.code()
             self.answer.details = await self.call.details() or ""
             return None
@@ -347,8 +359,7 @@ class Stream:
     def cancel(self) -> None:
         """As when the client has gone."""
         self.call.cancel()
-        if self.reading is not None:
-            self.reading.cancel()
+        self._reading.cancel()
 
 
 class Target:
