@@ -81,6 +81,11 @@ class Reservation:
     tbt_s: float = math.nan
     output_tokens: int = 0
     prefill_s: float = math.nan
+    prefill_reported: bool = False  # `prefill_s` was measured
+    decode_s: float = math.nan
+    loaded_blocks: int = 0  # of the reused ones, those that come from host memory
+    batch: float = math.nan  # requests in its decode batch, and their context tokens, in the mean
+    kv_tokens: float = math.nan
     end: str = ""  # finished, expired, or the stage it failed at
     note: Any = None  # of the one who made the reservation
 
@@ -306,6 +311,8 @@ class LiveState:
                 self._flow(reservation.holder, p, reservation.fetch_bytes, math.inf, 1)
             else:
                 reservation.source = Source.LOCAL
+        if reservation.source != Source.RECOMPUTE:
+            reservation.loaded_blocks = max(0, hit - int(match[2, p]))
         reservation.hashes = hashes
         reservation.blocks = self.index.intern(hashes)
         self.index.expect(p, reservation.blocks)
@@ -451,6 +458,8 @@ class LiveState:
             self.flight["start_s"][reservation.flight] = at_s + stall_s
             if not reservation.reported:
                 self._step_at(reservation, at_s + stall_s + float(self.clock["expected_decode_s"]))
+        for reservation in joiners:
+            reservation.batch, reservation.kv_tokens = float(row["batch"]), kv_tokens
         row["kv_tokens"] = kv_tokens
         row["updated_s"] = at_s + stall_s
         horizon_s = self.spec.rate_horizon_s
@@ -482,6 +491,10 @@ class LiveState:
             clock["expected_output_tokens"] = MEMORY * clock["expected_output_tokens"] + (1 - MEMORY) * output_tokens
         if math.isnan(decode_s) and reservation.reported:
             decode_s = at_s - reservation.join_s
+        reservation.decode_s = decode_s
+        if reservation.stage == Stage.DECODE:
+            reservation.batch = (reservation.batch + float(self.decode["batch"][reservation.decode])) / 2
+            reservation.kv_tokens = (reservation.kv_tokens + self._context_tokens(reservation.decode, at_s)) / 2
         if output_tokens > 1 and not math.isnan(decode_s):
             clock["expected_decode_s"] = MEMORY * clock["expected_decode_s"] + (1 - MEMORY) * decode_s
         if reservation.ttft_s <= reservation.ttft_slo_s and not tbt_s > reservation.tbt_slo_s:

@@ -194,6 +194,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self.kv_cursor = kv_cursor
         self.snapshot = snapshot
         self.membership = membership  # called when workers come or go
+        self.unknown_reports = 0
 
     def _schedule(self, message: pb.ScheduleRequest) -> pb.ScheduleResponse:
         answer = self.conductor.schedule(request_of(message))
@@ -246,6 +247,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 conductor.state.engine_load(load.worker_id, load)
             except KeyError:
                 await context.abort(grpc.StatusCode.NOT_FOUND, f"loads: no worker is called {load.worker_id!r}")
+        self.unknown_reports += unknown
         return pb.ReportResponse(unknown=unknown)
 
     def _together(self, event: pb.Event) -> tuple[str | None, int | str, float]:
@@ -273,6 +275,9 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 reservation.ttft_s = done.ttft_s
             if done.prefill_s:
                 reservation.prefill_s = done.prefill_s
+                reservation.prefill_reported = True
+            if done.reused_tokens:
+                reservation.reused_tokens = min(done.reused_tokens, reservation.input_tokens - 1)
             state.prefill_done(reservation, now_s)
         elif kind == "kv_ready":
             state.kv_ready(reservation)

@@ -16,22 +16,24 @@ import yaml
 from grpc_reflection.v1alpha import reflection
 
 from envs.spec import SpecError
+from envs.state import Source
 from policies import PolicyError
 
 from . import decision_log, ext_proc
-from .calibration import Calibration
+from .calibration import Calibration, CalibrationError
 from .conductor import Clock, Conductor, Made
 from .decision_log import DecisionLog, Ended, LogRow
 from .fairness import TenantShares
-from .kv_events import KvEventSubscriber
+from .indexer import add_routes
+from .kv_events import KvEventSubscriber, StreamNamespace, stream_namespace
 from .live_state import Reservation
-from .metrics import SidecarMetrics, start_http
+from .metrics import SidecarMetrics, WorkerGauges, start_http
 from .proto import conductor_pb2, conductor_pb2_grpc
 from .request import Assignment, Rejection
 from .server import ConductorService
 from .snapshot import SnapshotError, dump, fetch, read, restore, write
 from .telemetry import EngineMetrics, Scraper
-from .workers import load_live_cluster
+from .workers import Role, Worker, load_live_cluster
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +186,8 @@ class Sidecar:
             version=_version(), policy=self.conductor.policy.name, cluster=self.conductor.state.spec.name
         )
         self.scraper: Scraper | None = None
+        self.streams: dict[str, StreamNamespace] = {}  # of workers that registered with one
+        self._saved_fits: Any = None
         self._servers: list[grpc.aio.Server] = []
         self._health: list[ext_proc.Health] = []
         self._http: list[Any] = []
@@ -339,7 +343,7 @@ class Sidecar:
         listened = {worker.id: worker for worker in state.prefills if worker.kv_events}
         for worker_id, subscriber in list(self.subscribers.items()):
             worker = listened.get(worker_id)
-            if worker is None or (worker.kv_events, worker.kv_replay) != (subscriber.endpoint, subscriber.replay_endpoint):
+            if worker is None or _endpoints(worker) != (subscriber.endpoint, subscriber.replay_endpoint):
                 del self.subscribers[worker_id]
                 self._later(subscriber.close())
             else:
@@ -359,6 +363,17 @@ class Sidecar:
                     self.scraper.add(worker)
         self.metrics.about(version=_version(), policy=self.conductor.policy.name, cluster=state.spec.name)
         self._calibrate()
+
+    def _subscribe(self, worker: Worker, cursor: int | None) -> KvEventSubscriber:
+        state = self.conductor.state
+        endpoint, replay = _endpoints(worker)
+        subscriber = KvEventSubscriber(
+            state.index, state.prefill_of[worker.id], endpoint, replay, name=worker.id, stream=self.streams.get(worker.id, stream_namespace())
+        )
+        if cursor is not None:
+            subscriber.last_seq = cursor
+        subscriber.start()
+        return subscriber
 
     def _later(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -385,7 +400,52 @@ class Sidecar:
 
     def _kv_cursor(self, worker_id: str) -> tuple[int, bool]:
         subscriber = self.subscribers.get(worker_id)
-        return (-1, False) if subscriber is None else (subscriber.last_sequence, subscriber.synced)
+        return (-1, False) if subscriber is None else (subscriber.last_seq, subscriber.synced)
+
+    # --- fitting -------------------------------------------------------------------------------------------------------
+
+    def _calibrate(self) -> None:
+        """Fit the latencies of the workers there are now."""
+        state = self.conductor.state
+        if not self.options.calibrate:
+            return
+        names = [w.id for w in state.prefills], [w.id for w in state.decodes]
+        if self.calibration is None:
+            self.calibration = Calibration(state.observer.parameters, *names)
+            if self._saved_fits is not None:
+                try:
+                    self.calibration.restore(self._saved_fits)
+                except CalibrationError as error:
+                    log.warning("fits of the snapshot are left out: %s", error)
+        elif self.calibration.parameters is not state.observer.parameters:
+            self.calibration.rebind(state.observer.parameters, *names)
+
+    def _learn(self, reservation: Reservation) -> None:
+        """A request has been reported from end to end."""
+        if self.calibration is None:
+            return
+        state = self.conductor.state
+        p, d = reservation.prefill, reservation.decode
+        if reservation.prefill_reported and reservation.source != Source.FETCH:
+            bandwidth = float(state.observer.parameters.prefill["h2d_bytes_per_s"][p])
+            self.calibration.prefill_observed(
+                p,
+                reservation.input_tokens,
+                reservation.reused_tokens,
+                reservation.prefill_s,
+                load_s=reservation.loaded_blocks * state.block_bytes / bandwidth,
+            )
+        if reservation.output_tokens > 1 and not math.isnan(reservation.batch):
+            iteration_s = reservation.decode_s / (reservation.output_tokens - 1)
+            self.calibration.decode_observed(d, reservation.batch, reservation.kv_tokens, iteration_s)
+        self.calibration.joined(
+            p,
+            d,
+            predicted_ttft_s=reservation.predicted_ttft_s,
+            ttft_s=reservation.ttft_s,
+            predicted_tbt_s=reservation.predicted_tbt_s,
+            tbt_s=reservation.tbt_s,
+        )
 
     # --- memory --------------------------------------------------------------------------------------------------------
 
@@ -409,14 +469,14 @@ class Sidecar:
         except SnapshotError as error:
             log.warning("starting cold: %s: %s", source, error)
             return {}
-        self._restored_calibration = restored["calibration"]
+        self._saved_fits = restored["calibration"]
         log.info("restored %d blocks from %s", self.conductor.state.index.used, source)
         cursors: dict[str, int] = restored["cursors"]
         return cursors
 
     def _snapshot(self) -> bytes:
-        cursors = {worker_id: subscriber.last_sequence for worker_id, subscriber in self.subscribers.items()}
-        return dump(self.conductor.state, cursors, self._calibration_state())
+        cursors = {worker_id: subscriber.last_seq for worker_id, subscriber in self.subscribers.items()}
+        return dump(self.conductor.state, cursors, self.calibration.state() if self.calibration else None)
 
     def _write_snapshot(self) -> None:
         try:
@@ -588,6 +648,91 @@ class Sidecar:
                 row.ttft_s, row.tbt_s = reservation.ttft_s, reservation.tbt_s
                 row.prefill_s = reservation.prefill_s
             self.decision_log.record(row)
+
+
+    # --- what is shown -------------------------------------------------------------------------------------------------
+
+    def _pull_metrics(self) -> None:
+        """What the metrics ask for when they are scraped."""
+        metrics, state_of = self.metrics, lambda: self.conductor.state
+        metrics.pull("conductor_reservations", lambda: len(state_of().flying))
+        metrics.pull("conductor_leases_expired_total", lambda: state_of().expired)
+        metrics.pull("conductor_unknown_reports_total", lambda: self.service.unknown_reports)
+        metrics.pull("conductor_kv_index_blocks", lambda: state_of().index.used)
+        metrics.pull("conductor_kv_index_capacity_blocks", lambda: state_of().index.capacity)
+        metrics.pull("conductor_kv_index_evictions_total", lambda: state_of().index.evicted)
+        metrics.pull("conductor_config_reloads_total", lambda: self.reloads)
+        metrics.pull_workers(self._worker_gauges)
+
+        def of_subscribers(attribute: str) -> Any:
+            return lambda: {name: getattr(each, attribute) for name, each in self.subscribers.items()}
+
+        for name, attribute in (
+            ("conductor_kv_events_batches_total", "batches"),
+            ("conductor_kv_blocks_stored_total", "blocks_stored"),
+            ("conductor_kv_blocks_removed_total", "blocks_removed"),
+            ("conductor_kv_event_gaps_total", "gaps"),
+            ("conductor_kv_event_replays_total", "replays"),
+            ("conductor_kv_event_restarts_total", "restarts"),
+            ("conductor_kv_event_decode_errors_total", "decode_errors"),
+            ("conductor_kv_orphan_blocks_total", "orphans"),
+        ):
+            metrics.pull(name, of_subscribers(attribute))
+        metrics.pull(
+            "conductor_kv_events_ignored_total",
+            lambda: {(name, why): n for name, each in self.subscribers.items() for why, n in each.ignored.items()},
+        )
+        metrics.pull(
+            "conductor_worker_scrape_errors_total",
+            lambda: {(t.worker.id, kind): n for t in self.scraper or () for kind, n in t.errors.items()},
+        )
+        if self.options.ext_proc:
+
+            def of_picker(attribute: str) -> Any:
+                return lambda: getattr(self.endpoint_picker, attribute, 0)
+
+            metrics.pull("conductor_ext_proc_requests_total", of_picker("requests"))
+            metrics.pull("conductor_ext_proc_streams", of_picker("streams_open"))
+            metrics.pull("conductor_ext_proc_protocol_errors_total", of_picker("protocol_errors"))
+        if self.decision_log is not None:
+            written = self.decision_log
+            metrics.pull(
+                "conductor_decision_log_rows_total",
+                lambda: {"written": written.rows_written, "dropped": written.rows_dropped},
+            )
+            metrics.pull("conductor_decision_log_segments_total", lambda: written.segments_written)
+            metrics.pull("conductor_decision_log_errors_total", lambda: written.segments_failed)
+        if self.calibration is not None:
+            for name in self.calibration.gauges():
+                metrics.pull(name, lambda name=name: self.calibration.gauges()[name])  # type: ignore[misc,union-attr]
+
+    def _worker_gauges(self) -> list[WorkerGauges]:
+        state = self.conductor.state
+        now_s = float(state.clock["now_s"])
+        rows = []
+        for worker in state.cluster.workers:
+            p, d = state.prefill_of.get(worker.id), state.decode_of.get(worker.id)
+            up = bool(state.up_prefill[p] if p is not None else state.up_decode[d])
+            row = WorkerGauges(worker.id, worker.role.value, up)
+            if p is not None:
+                prefill = state.prefill[p]
+                running_s = max(0.0, float(prefill["running_end_s"]) - now_s) if prefill["running"] else 0.0
+                row.queue_s = running_s + float(prefill["queued_s"])
+                row.pending_requests = float(prefill["queue_requests"])
+            if d is not None:
+                decode = state.decode[d]
+                row.batch, row.kv_tokens = float(decode["batch"]), float(decode["kv_tokens"])
+                if worker.role != Role.BOTH:
+                    row.pending_requests = float(decode["pending_requests"])
+            if self.scraper is not None and worker.id in self.scraper:
+                telemetry = self.scraper[worker.id]
+                row.metrics_age_s, row.metrics_stale = telemetry.age_s, telemetry.stale
+            rows.append(row)
+        return rows
+
+
+def _endpoints(worker: Worker) -> tuple[str, str | None]:
+    return worker.kv_events, worker.kv_replay or None
 
 
 def _version() -> str:
