@@ -2,12 +2,13 @@
 
 `export_run` makes the file from a run folder of `train.py`; that takes torch. `load_artifact` takes ONNX Runtime alone.
 
-The graph has the inputs `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7] (float32, in physical
-units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.action_masks`), and the outputs `logits`
-[B, 1 + P D 3] and `action` int64[B], the valid action with the largest logit. B, P and D are free: one file serves any pool.
+The graph has the inputs `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7] (float32, in
+physical units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.action_masks`), and the outputs
+`logits` [B, 1 + P D 3] and `action` int64[B], the valid action with the largest logit. B, P and D are free: one file
+serves any pool.
 
-The file is read before ONNX Runtime sees it: it must hold everything itself, use arithmetic only (no loops, no branches,
-no operators of third parties) and be unchanged since its export.
+The file is read before ONNX Runtime sees it: it must hold everything itself, use arithmetic only (no loops, no
+branches, no operators of third parties) and be unchanged since its export.
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ INPUTS = (*TABLES, "mask")
 OUTPUTS = ("logits", "action")
 MOST_BYTES = 64 << 20
 OPERATORS = frozenset(
-    "Abs Add And ArgMax ArgMin Cast CastLike Clip Concat Constant ConstantOfShape Div Elu Equal Erf Exp Expand Flatten "
-    "Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity IsInf IsNaN LayerNormalization LeakyRelu "
-    "Less LessOrEqual Log LogSoftmax MatMul Max Mean Min Mul Neg Not Or Pow Range Reciprocal ReduceL2 ReduceLogSumExp "
-    "ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements Shape Sigmoid Sign Slice Softmax "
-    "Softplus Softsign Split Sqrt Squeeze Sub Sum Tanh TopK Transpose Unsqueeze Where".split()
+    """
+    Abs Add And ArgMax ArgMin Cast CastLike Clip Concat Constant ConstantOfShape Div Elu Equal Erf Exp Expand Flatten
+    Gather GatherElements GatherND Gelu Gemm Greater GreaterOrEqual Identity IsInf IsNaN LayerNormalization LeakyRelu
+    Less LessOrEqual Log LogSoftmax MatMul Max Mean Min Mul Neg Not Or Pow Range Reciprocal ReduceL2 ReduceLogSumExp
+    ReduceMax ReduceMean ReduceMin ReduceProd ReduceSum Relu Reshape ScatterElements Shape Sigmoid Sign Slice Softmax
+    Softplus Softsign Split Sqrt Squeeze Sub Sum Tanh TopK Transpose Unsqueeze Where
+    """.split()  # noqa: SIM905
 )
 KEPT_SHAPES = 4  # shapes of observations for which a session is kept
 CHECKED_POOLS = ((1, 1), (2, 3), (8, 8), (40, 7))
@@ -250,7 +253,7 @@ class OnnxPolicy:
         """
         with self._lock:
             logits = self._logits(observation)
-            actions = logits.argmax(1)  # the first NaN where there is one
+            actions: NDArray[np.int64] = logits.argmax(1)  # the first NaN where there is one
             if len(actions) == 1:
                 best = logits[0, actions[0]]
                 finite = math.isfinite(best)
@@ -269,8 +272,8 @@ class OnnxPolicy:
     def scores(self, observation: Observation) -> NDArray[np.float64]:
         """Probabilities float64[C, 1 + P D 3] of the actions, as the policy was trained: the softmax of the logits.
 
-        Invalid actions have 0. `decide` takes the most probable; these say how sure it is, and what a policy that samples
-        would have done, which off-policy evaluation asks for.
+        Invalid actions have 0. `decide` takes the most probable; these say how sure it is, and what a policy that
+        samples would have done, which off-policy evaluation asks for.
 
         Raises:
             PolicyError: a logit is not finite.
@@ -298,7 +301,7 @@ class OnnxPolicy:
             bound = self._bind(clusters, prefills, decodes)
             self._observed = (observation if kept else None, header, bound)
         clusters = len(header)
-        _replay.export(header, *bound.tables, 0, clusters)
+        _replay.export(header, bound.request, bound.prefill, bound.decode, bound.cluster, 0, clusters)
         _replay.action_masks(header, bound.masks, 0, clusters)
         if math.isnan(np.dot(bound.values, bound.values)):
             np.nan_to_num(bound.values, copy=False, nan=0.0)
@@ -306,7 +309,8 @@ class OnnxPolicy:
             bound.session.run_with_iobinding(bound.binding)
         except Exception as error:
             raise PolicyError(f"{self.name}: ONNX Runtime failed: {_one_line(error)}") from None
-        return bound.logits
+        logits: NDArray[np.float32] = bound.logits
+        return logits
 
     def _bind(self, clusters: int, prefills: int, decodes: int) -> _Bound:
         """Buffers for observations of a shape, and a session that reads and writes them."""
@@ -371,15 +375,14 @@ class _Bound:
         self.values = np.zeros(sum(math.prod(shape) for shape in shapes.values()), np.float32)
         self.masks = np.zeros(actions, np.bool_)
         self.logits = np.zeros(actions, np.float32)
-        self.tables = []
         self.binding = session.io_binding()
-        start = 0
+        tables, start = [], 0
         for name, shape in shapes.items():
             stop = start + math.prod(shape)
-            table = self.values[start:stop].reshape(clusters, -1)
-            self.binding.bind_input(name, "cpu", 0, np.float32, shape, table.ctypes.data)
-            self.tables.append(table)
+            tables.append(self.values[start:stop].reshape(clusters, -1))
+            self.binding.bind_input(name, "cpu", 0, np.float32, shape, tables[-1].ctypes.data)
             start = stop
+        self.request, self.prefill, self.decode, self.cluster = tables
         self.binding.bind_input("mask", "cpu", 0, np.bool_, actions, self.masks.ctypes.data)
         self.binding.bind_output("logits", "cpu", 0, np.float32, actions, self.logits.ctypes.data)
 
@@ -488,7 +491,8 @@ def _metadata(run: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, 
             "counted per instance": networks.PER_INSTANCE,
             "prefill": networks.OF_PREFILL,
             "decode": networks.OF_DECODE,
-            "capacity": "free_tokens + kv_tokens + pending_tokens + (batch + pending_requests) * expected_output_tokens",
+            "capacity": "free_tokens + kv_tokens + pending_tokens "
+            "+ (batch + pending_requests) * expected_output_tokens",
         },
         "training": {
             "command": " ".join(command),

@@ -286,7 +286,10 @@ def test_leaderboard_takes_the_file(file: Path, tmp_path: Path) -> None:
 
 
 def changed(
-    file: Path, to: Path, about: Callable[[dict[str, Any]], Any] | None = None, graph: Callable[[Any], Any] | None = None
+    file: Path,
+    to: Path,
+    about: Callable[[dict[str, Any]], Any] | None = None,
+    graph: Callable[[Any], Any] | None = None,
 ) -> Path:
     """A copy whose metadata or model was changed, its digest made right again."""
     model = onnx.load(file)

@@ -71,7 +71,10 @@ def test_help_teaches_and_needs_no_torch(tmp_path: Path) -> None:
 
 
 def test_export_show_and_replace(
-    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run, file = trained(tmp_path_factory), exported(tmp_path_factory)
     whole = file.read_bytes()
