@@ -167,7 +167,7 @@ def add_routes(sidecar: Indexed) -> Callable[[web.Application], None]:
 Text = Annotated[str, msgspec.Meta(max_length=1024)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 BlockSize = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
-Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), lt=1 << 63)]
+Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 
 
 class _Body(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
