@@ -39,17 +39,23 @@ def serve(
     cluster: Annotated[
         str, typer.Option(help="Cluster file (a ClusterSpec with a workers section), or a built-in cluster: 2p2d, 8p8d")
     ] = "2p2d",
-    grpc: Annotated[str, typer.Option(help="HOST:PORT of the gRPC service; port 0 takes a free one")] = "127.0.0.1:50051",
+    grpc: Annotated[
+        str, typer.Option(help="HOST:PORT of the gRPC service; port 0 takes a free one")
+    ] = "127.0.0.1:50051",
     ext_proc: Annotated[str, typer.Option(help="HOST:PORT of Envoy's external processing; may equal --grpc")] = "",
     metrics: Annotated[str, typer.Option(help="HOST:PORT of /metrics, /healthz and /readyz")] = "",
     indexer: Annotated[str, typer.Option(help="HOST:PORT of Mooncake's indexer API; may equal --metrics")] = "",
-    config: Annotated[str, typer.Option(help="YAML with policies that may change while serving; read again on SIGHUP")] = "",
+    config: Annotated[
+        str, typer.Option(help="YAML with policies that may change while serving; read again on SIGHUP")
+    ] = "",
     fallback: Annotated[str, typer.Option(help="Heuristic that decides where the policy fails")] = "conductor+slo",
     shadow: Annotated[str, typer.Option(help="Policy that decides beside the first, without effect")] = "",
     canary: Annotated[str, typer.Option(help="Policy that decides for a share of the requests")] = "",
     canary_share: Annotated[float, typer.Option(min=0.0, max=1.0, help="That share")] = 0.0,
     deadline_ms: Annotated[float, typer.Option(min=0.01, help="Most time for a decision, else the fallback's")] = 5.0,
-    lease_s: Annotated[float, typer.Option(min=0.1, help="A reservation ends by itself after so long without report")] = 120.0,
+    lease_s: Annotated[
+        float, typer.Option(min=0.1, help="A reservation ends by itself after so long without report")
+    ] = 120.0,
     log: Annotated[str, typer.Option(help="Folder for the decision log (Parquet)")] = "",
     snapshot: Annotated[str, typer.Option(help="File that keeps the prefix index over restarts")] = "",
     peer: Annotated[str, typer.Option(help="HOST:PORT of another sidecar to start warm from")] = "",
@@ -58,9 +64,12 @@ def serve(
     in_flight: Annotated[int, typer.Option(min=1, help="Most requests in flight")] = 1 << 16,
     scrape_interval_s: Annotated[float, typer.Option(min=0.01, help="Between two scrapes of a worker")] = 0.25,
     approximate_ttl_s: Annotated[
-        float, typer.Option(min=0.1, help="How long what was routed to a worker without KV events is taken to be cached")
+        float,
+        typer.Option(min=0.1, help="How long what was routed to a worker without KV events is taken to be cached"),
     ] = 300.0,
-    observe_responses: Annotated[bool, typer.Option(help="Keep ext_proc streams open to see what became of requests")] = False,
+    observe_responses: Annotated[
+        bool, typer.Option(help="Keep ext_proc streams open to see what became of requests")
+    ] = False,
     max_message_bytes: Annotated[int, typer.Option(min=1024, help="Largest message and request body")] = 16 << 20,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Most calls and streams at a time")] = 4096,
     tls_certificate: Annotated[str, typer.Option(help="PEM file; with --tls-key, serve gRPC with TLS")] = "",
@@ -68,7 +77,9 @@ def serve(
     tls_client_ca: Annotated[str, typer.Option(help="PEM file; clients must show a certificate it signed (mTLS)")] = "",
     otel_endpoint: Annotated[str, typer.Option(help="OTLP gRPC endpoint for traces, e.g. http://127.0.0.1:4317")] = "",
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long calls may go on after SIGTERM")] = 10.0,
-    external_clock: Annotated[bool, typer.Option(help="Time is what requests and reports say (simulated workers)")] = False,
+    external_clock: Annotated[
+        bool, typer.Option(help="Time is what requests and reports say (simulated workers)")
+    ] = False,
     seed: Annotated[int, typer.Option(help="Of random policies and of the canary")] = 0,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more")] = False,
 ) -> None:

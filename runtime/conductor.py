@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -148,7 +149,7 @@ class Conductor:
         self._next_any = 0
         self._warm_up()
 
-    # --- deciding ------------------------------------------------------------------------------------------------------
+    # --- deciding ----------------------------------------------------------------------------------------------------
 
     def schedule(self, request: Request) -> Assignment | Rejection:
         """Decide for a request and enter its reservation.
@@ -393,7 +394,7 @@ class Conductor:
                 return worker
         return None
 
-    # --- what becomes of it ---------------------------------------------------------------------------------------------
+    # --- what becomes of it ------------------------------------------------------------------------------------------
 
     def release(self, request_id: str, how: str = "cancelled") -> None:
         """End a reservation; ids that hold none are ignored."""
@@ -438,11 +439,13 @@ class Conductor:
         for listener in self.on_ended:
             listener(reservation)
 
-    # --- explaining --------------------------------------------------------------------------------------------------------
+    # --- explaining --------------------------------------------------------------------------------------------------
 
     def _keep(self, request_id: str, observation: Observation, answer: Assignment | Rejection, action: int) -> None:
         data = self.state.observer.observation_bytes()
-        self._explained[request_id] = Explained(data, observation.prefill.shape[1], observation.decode.shape[1], answer, action)
+        self._explained[request_id] = Explained(
+            data, observation.prefill.shape[1], observation.decode.shape[1], answer, action
+        )
         if len(self._explained) > min(4096, EXPLANATION_BYTES // len(data)):
             self._explained.popitem(last=False)
 
@@ -450,7 +453,7 @@ class Conductor:
         """What a recent decision was based on."""
         return self._explained.get(request_id)
 
-    # --- changing while serving -----------------------------------------------------------------------------------------------
+    # --- changing while serving --------------------------------------------------------------------------------------
 
     @property
     def workers(self) -> tuple[Worker, ...]:

@@ -134,7 +134,7 @@ class LiveState:
         self.clock["now_s"] = started_s
         self.index = PrefixIndex(self.observer.state.blocks, self.block_tokens, instances=len(cluster.prefills))
 
-    # --- the cluster ---------------------------------------------------------------------------------------------
+    # --- the cluster -------------------------------------------------------------------------------------------------
 
     def _set_up(self, cluster: LiveCluster) -> None:
         self.cluster = cluster
@@ -258,7 +258,7 @@ class LiveState:
             return "prefill"
         return "" if self.up_decode.any() else "decode"
 
-    # --- a decision ----------------------------------------------------------------------------------------------
+    # --- a decision --------------------------------------------------------------------------------------------------
 
     def observe(
         self,
@@ -342,7 +342,7 @@ class LiveState:
         """Whether there is no room for another reservation."""
         return len(self.flying) >= self.most_in_flight
 
-    # --- what becomes of a reservation ----------------------------------------------------------------------------
+    # --- what becomes of a reservation -------------------------------------------------------------------------------
 
     def _begin(self, p: int, now_s: float) -> None:
         """The head of p's queue starts."""
@@ -360,9 +360,7 @@ class LiveState:
 
     def _unqueue(self, p: int, reservation: Reservation) -> None:
         external = self.external_prefill[p]
-        leave_queue(
-            self.observer.state_header, p, reservation.predicted_s, external.queue_requests, external.queue_s
-        )
+        leave_queue(self.observer.state_header, p, reservation.predicted_s, external.queue_requests, external.queue_s)
 
     def prefill_started(self, reservation: Reservation, at_s: float, expected_end_s: float = 0.0) -> None:
         """The engine has started on it; `expected_end_s` 0: it will take as long as predicted."""
@@ -603,12 +601,12 @@ class LiveState:
         self._steps_made += 1
         heapq.heappush(self._steps, (due_s, self._steps_made, reservation))
 
-    # --- what an engine says ---------------------------------------------------------------------------------------
+    # --- what an engine says -----------------------------------------------------------------------------------------
 
     def engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
         """Take up what an engine's metrics show beyond our reservations of before they were taken."""
         p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
-        running, waiting = metrics.running or 0, metrics.waiting or 0
+        running, waiting = int(metrics.running or 0), int(metrics.waiting or 0)
         if p is not None:
             ours = len(self.queues[p]) + (self.running[p] is not None)
             old = self.external_prefill[p]

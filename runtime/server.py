@@ -121,7 +121,7 @@ def explanation_of(explained: Explained, prefills: list[str], decodes: list[str]
         source = {Source.LOCAL: "its own cache", Source.RECOMPUTE: "no cache"}.get(answer.source, "")
         source = source or f"the cache of {answer.holder.id if answer.holder else 'another'}"
         verdict = (
-            f"prefill on {answer.prefill.id} with {answer.reused_tokens} of {answer.input_tokens} tokens from {source}, "
+            f"prefill on {answer.prefill.id}, {answer.reused_tokens} of {answer.input_tokens} tokens from {source}; "
             f"decode on {answer.decode.id}: TTFT {answer.predicted_ttft_s:.3g} s, "
             f"TBT {answer.predicted_tbt_s * 1e3:.3g} ms predicted"
         )

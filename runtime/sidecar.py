@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,10 @@ from .calibration import Calibration, CalibrationError
 from .conductor import Clock, Conductor, Made
 from .decision_log import DecisionLog, Ended, LogRow
 from .fairness import TenantShares
-from .indexer import add_routes
-from .kv_events import KvEventSubscriber, StreamNamespace, stream_namespace
+from .indexer import add_routes, stream_of
+from .kv_events import KvEventSubscriber
 from .live_state import Reservation
-from .metrics import SidecarMetrics, WorkerGauges, start_http
+from .metrics import Pulled, SidecarMetrics, WorkerGauges, start_http
 from .proto import conductor_pb2, conductor_pb2_grpc
 from .request import Assignment, Rejection
 from .server import ConductorService
@@ -175,9 +176,9 @@ class Sidecar:
         self.service = ConductorService(
             self.conductor,
             note=self._note,
-            kv_cursor=self._kv_cursor,
+            kv_cursor=self.kv_cursor,
             snapshot=self._snapshot,
-            membership=self._follow_workers,
+            membership=self.membership,
         )
         self.endpoint_picker: ext_proc.ExternalProcessor | None = None
         self.decision_log: DecisionLog | None = None
@@ -186,7 +187,6 @@ class Sidecar:
             version=_version(), policy=self.conductor.policy.name, cluster=self.conductor.state.spec.name
         )
         self.scraper: Scraper | None = None
-        self.streams: dict[str, StreamNamespace] = {}  # of workers that registered with one
         self._saved_fits: Any = None
         self._servers: list[grpc.aio.Server] = []
         self._health: list[ext_proc.Health] = []
@@ -195,7 +195,7 @@ class Sidecar:
         self._stopping = asyncio.Event()
         self._watched: dict[Path, int] = {}
 
-    # --- life ----------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------------------------
 
     async def run(self) -> int:
         """Serve until SIGINT or SIGTERM; the process's exit status.
@@ -261,7 +261,7 @@ class Sidecar:
                 self.conductor.state.end(reservation, "shutdown")
             self.decision_log.close()
 
-    # --- faces ---------------------------------------------------------------------------------------------------------
+    # --- faces -------------------------------------------------------------------------------------------------------
 
     async def _serve_grpc(self) -> None:
         options = self.options
@@ -312,7 +312,7 @@ class Sidecar:
             except OSError as error:
                 raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
         return grpc.ssl_server_credentials(
-            [(parts["tls_key"], parts["tls_certificate"])],
+            [(parts["tls_key"] or b"", parts["tls_certificate"] or b"")],
             root_certificates=parts["tls_client_ca"],
             require_client_auth=bool(options.tls_client_ca),
         )
@@ -335,7 +335,11 @@ class Sidecar:
     def _ready(self) -> str:
         return "draining" if self.conductor.draining else ""
 
-    # --- senses --------------------------------------------------------------------------------------------------------
+    # --- senses ------------------------------------------------------------------------------------------------------
+
+    def membership(self) -> None:
+        """The workers have changed."""
+        self._follow_workers()
 
     def _follow_workers(self, cursors: dict[str, int] | None = None) -> None:
         """Listen to the workers there are, and to no others."""
@@ -343,7 +347,8 @@ class Sidecar:
         listened = {worker.id: worker for worker in state.prefills if worker.kv_events}
         for worker_id, subscriber in list(self.subscribers.items()):
             worker = listened.get(worker_id)
-            if worker is None or _endpoints(worker) != (subscriber.endpoint, subscriber.replay_endpoint):
+            heard = subscriber.endpoint, subscriber.replay_endpoint, subscriber.stream
+            if worker is None or (*_endpoints(worker), stream_of(worker)) != heard:
                 del self.subscribers[worker_id]
                 self._later(subscriber.close())
             else:
@@ -368,7 +373,7 @@ class Sidecar:
         state = self.conductor.state
         endpoint, replay = _endpoints(worker)
         subscriber = KvEventSubscriber(
-            state.index, state.prefill_of[worker.id], endpoint, replay, name=worker.id, stream=self.streams.get(worker.id, stream_namespace())
+            state.index, state.prefill_of[worker.id], endpoint, replay, name=worker.id, stream=stream_of(worker)
         )
         if cursor is not None:
             subscriber.last_seq = cursor
@@ -378,7 +383,7 @@ class Sidecar:
     def _later(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.append(task)
-        task.add_done_callback(lambda done: done in self._tasks and self._tasks.remove(done))
+        task.add_done_callback(self._tasks.remove)
 
     def _engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
         if not self.conductor.clock.external:
@@ -398,11 +403,12 @@ class Sidecar:
                 return f"stale: {telemetry.last_error or 'no metrics yet'}"
         return ""
 
-    def _kv_cursor(self, worker_id: str) -> tuple[int, bool]:
+    def kv_cursor(self, worker_id: str) -> tuple[int, bool]:
+        """The last batch of a worker's KV events that was applied, -1 for none; whether its stream is followed."""
         subscriber = self.subscribers.get(worker_id)
         return (-1, False) if subscriber is None else (subscriber.last_seq, subscriber.synced)
 
-    # --- fitting -------------------------------------------------------------------------------------------------------
+    # --- fitting -----------------------------------------------------------------------------------------------------
 
     def _calibrate(self) -> None:
         """Fit the latencies of the workers there are now."""
@@ -447,7 +453,7 @@ class Sidecar:
             tbt_s=reservation.tbt_s,
         )
 
-    # --- memory --------------------------------------------------------------------------------------------------------
+    # --- memory ------------------------------------------------------------------------------------------------------
 
     async def _warm_start(self) -> dict[str, int]:
         """Restore the snapshot, or the peer's state; the workers' places in their KV events."""
@@ -500,7 +506,7 @@ class Sidecar:
             if not self.conductor.clock.external:
                 self.conductor.state.advance(self.conductor.clock.now())
 
-    # --- reloading -----------------------------------------------------------------------------------------------------
+    # --- reloading ---------------------------------------------------------------------------------------------------
 
     def reload(self) -> bool:
         """Read the configuration and the cluster file anew; all of it is taken, or nothing. Whether it was taken."""
@@ -529,7 +535,9 @@ class Sidecar:
     async def _watch(self) -> None:
         """Reload when a file changes, as Kubernetes changes a mounted ConfigMap."""
         files = [Path(name) for name in (self.options.config, self.options.cluster) if name and Path(name).is_file()]
-        files += [Path(name) for name in (self.options.policy, self.options.shadow, self.options.canary) if _is_file(name)]
+        files += [
+            Path(name) for name in (self.options.policy, self.options.shadow, self.options.canary) if _is_file(name)
+        ]
         seen = {file: _stamp(file) for file in files}
         while True:
             await asyncio.sleep(WATCH_S)
@@ -538,12 +546,12 @@ class Sidecar:
                 seen = now
                 self.reload()
 
-    # --- what is counted, logged and learnt ----------------------------------------------------------------------------
+    # --- what is counted, logged and learnt --------------------------------------------------------------------------
 
     def _made(self, made: Made) -> None:
         answer, observation = made.answer, made.observation
         canary = self.conductor.canary
-        loads = {}
+        loads: dict[str, Any] = {}
         if observation is not None:
             cluster = observation.cluster[0, 0]
             loads = {
@@ -649,8 +657,7 @@ class Sidecar:
                 row.prefill_s = reservation.prefill_s
             self.decision_log.record(row)
 
-
-    # --- what is shown -------------------------------------------------------------------------------------------------
+    # --- what is shown -----------------------------------------------------------------------------------------------
 
     def _pull_metrics(self) -> None:
         """What the metrics ask for when they are scraped."""
@@ -661,7 +668,7 @@ class Sidecar:
         metrics.pull("conductor_kv_index_blocks", lambda: state_of().index.used)
         metrics.pull("conductor_kv_index_capacity_blocks", lambda: state_of().index.capacity)
         metrics.pull("conductor_kv_index_evictions_total", lambda: state_of().index.evicted)
-        metrics.pull("conductor_config_reloads_total", lambda: self.reloads)
+        metrics.pull("conductor_config_reloads_total", lambda: dict(self.reloads.items()))
         metrics.pull_workers(self._worker_gauges)
 
         def of_subscribers(attribute: str) -> Any:
@@ -704,7 +711,13 @@ class Sidecar:
             metrics.pull("conductor_decision_log_errors_total", lambda: written.segments_failed)
         if self.calibration is not None:
             for name in self.calibration.gauges():
-                metrics.pull(name, lambda name=name: self.calibration.gauges()[name])  # type: ignore[misc,union-attr]
+                metrics.pull(name, self._fitted(name))
+
+    def _fitted(self, name: str) -> Callable[[], Pulled]:
+        def pull() -> Pulled:
+            return {} if self.calibration is None else dict(self.calibration.gauges()[name].items())
+
+        return pull
 
     def _worker_gauges(self) -> list[WorkerGauges]:
         state = self.conductor.state

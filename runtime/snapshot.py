@@ -118,9 +118,7 @@ async def fetch(peer: str, credentials: grpc.ChannelCredentials | None = None, t
     """
     options = [("grpc.max_receive_message_length", 8 << 20)]
     channel = (
-        grpc.aio.secure_channel(peer, credentials, options)
-        if credentials
-        else grpc.aio.insecure_channel(peer, options)
+        grpc.aio.secure_channel(peer, credentials, options) if credentials else grpc.aio.insecure_channel(peer, options)
     )
     chunks = bytearray()
     try:

@@ -10,7 +10,17 @@ from .memory import clock_of, cluster_of
 
 @compiled
 def observe_request(
-    state, parameters, arrival_s, ttft_slo_s, tbt_slo_s, input_tokens, block_ids, block_count, observation, matched, forecast
+    state,
+    parameters,
+    arrival_s,
+    ttft_slo_s,
+    tbt_slo_s,
+    input_tokens,
+    block_ids,
+    block_count,
+    observation,
+    matched,
+    forecast,
 ):
     """A request with SLOs of its own arrives; then as `envs.observe.observe`."""
     cluster = cluster_of(parameters)

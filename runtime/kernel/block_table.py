@@ -288,7 +288,9 @@ def _evict(index, number):
                 if here & (_bit(GPU, i) | _bit(CPU, i) | _bit(DISK, i) | _bit(ROUTED, i)) != 0:
                     _drop_all(index, number, 16 * w + i)
     before = _free(index, number)
-    index.next_victim = before if before >= 0 and _can_go(index, before) else np.int64(-1)
+    retire(index, before)  # it may have been kept by its follower only
+    left = before >= 0 and cell_of(index, before).used != 0
+    index.next_victim = before if left and _can_go(index, before) else np.int64(-1)
 
 
 @compiled

@@ -82,7 +82,10 @@ def recount(state: LiveState) -> None:
         assert row["rx_flows"] == sum(r.stage in (Stage.PREFILL, Stage.TRANSFER) for r in here)
 
 
-STEPS = ("admit", "fetch", "started", "landed", "done", "ready", "joined", "finished", "failed", "wait", "metrics", "move")
+STEPS = (
+    *("admit", "fetch", "started", "landed", "done", "ready", "joined"),
+    *("finished", "failed", "wait", "metrics", "move"),
+)
 
 
 @settings(max_examples=150, deadline=None)

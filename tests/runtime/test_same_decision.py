@@ -23,8 +23,10 @@ def compare(serve, tmp_path: Path, trace: Trace, cluster: str, policy: str, requ
     spec = load_cluster(cluster)
     simulated = SimulatedWorkers(spec, trace)
     path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump(spec.model_dump(mode="json", exclude_none=True) | {"workers": simulated.workers()}))
-    sidecar = serve("--cluster", str(path), "--policy", policy, "--external-clock", "--no-calibrate", "--deadline-ms", "60000")
+    described = spec.model_dump(mode="json", exclude_none=True)
+    path.write_text(yaml.safe_dump(described | {"workers": simulated.workers()}))
+    exactly = "--external-clock", "--no-calibrate", "--deadline-ms", "60000"
+    sidecar = serve("--cluster", str(path), "--policy", policy, *exactly)
     rejected = fetched = seen = 0
     try:
         for request, both in enumerate(simulated.play(sidecar.stub(), make_policy(policy), requests)):
