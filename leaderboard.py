@@ -601,8 +601,9 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     log = read_log(arguments.log)
     if log.trace.n_requests <= arguments.warmup:
         raise LeaderboardError(f"--warmup {arguments.warmup}: the log has {log.trace.n_requests} requests")
-    setting = log_setting(log, arguments)
-    result = evaluate_log(contestants, log, setting, arguments.warmup, Pool(arguments.jobs, Progress()))
+    setting, no_model = log_setting(log, arguments)
+    pool = Pool(arguments.jobs, Progress())
+    result = evaluate_log(contestants, log, setting, arguments.warmup, pool, no_model)
     if arguments.json == "-":
         print(log_json(result))
         return
@@ -614,11 +615,11 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     print_log(result, Console(width=max(needed, Console().width)))
 
 
-def log_setting(log: Log, arguments: argparse.Namespace) -> Setting | None:
-    """The log's requests on the cluster given, or on the log's own; None where there is neither.
+def log_setting(log: Log, arguments: argparse.Namespace) -> tuple[Setting | None, str]:
+    """The log's requests on the cluster given, or on the log's own; or why they cannot be replayed.
 
     Raises:
-        LeaderboardError: another number of instances or another block size than the log's.
+        LeaderboardError: the cluster given has other numbers of instances or another block size than the log's.
     """
     given = _flat(arguments.cluster, [])
     if len(given) > 1:
@@ -629,40 +630,48 @@ def log_setting(log: Log, arguments: argparse.Namespace) -> Setting | None:
         spec = validate_cluster(log.cluster, f"{arguments.log}: cluster")
         cluster = spec.name
     else:
-        return None
+        return None, "the log does not say which cluster it is of; give --cluster to replay it"
+    trace = log.trace
+    differs = ""
     if log.logged.observed:
-        largest = max(log.logged.observed, key=lambda group: len(group.rows)).observation
-        found = (largest.prefill.shape[1], largest.decode.shape[1])
+        most = max(log.logged.observed, key=lambda group: len(group.rows)).observation
+        found = (most.prefill.shape[1], most.decode.shape[1])
         if found != (spec.n_prefill, spec.n_decode):
-            raise LeaderboardError(
-                f"{arguments.log} was logged on {found[0]} prefill and {found[1]} decode instances, cluster "
-                f"{cluster!r} has {spec.n_prefill} and {spec.n_decode}; expected the cluster that was logged"
+            differs = (
+                f"was logged on {found[0]} prefill and {found[1]} decode instances, cluster {cluster!r} has "
+                f"{spec.n_prefill} and {spec.n_decode}; expected the cluster that was logged"
             )
-    trace, first = log.trace, arguments.warmup
-    # The same requests for every seed: only policies that draw differ.
-    part = Part(str(arguments.log), "log", trace.checksum, first, (trace,) * arguments.seeds)
     if trace.has_blocks and trace.block_tokens != spec.block_tokens:
-        raise LeaderboardError(
-            f"{arguments.log} has blocks of {trace.block_tokens} tokens, cluster {cluster!r} of {spec.block_tokens}; "
-            "expected equal sizes (block_tokens of the cluster file)"
+        differs = (
+            f"has blocks of {trace.block_tokens} tokens, cluster {cluster!r} of {spec.block_tokens}; expected equal "
+            "sizes (block_tokens of the cluster file)"
         )
-    return Setting(part, cluster, spec)
+    if differs and given:
+        raise LeaderboardError(f"{arguments.log} {differs}")
+    if differs:
+        return None, f"the log {differs}; give --cluster"
+    # The same requests for every seed: only policies that draw differ.
+    part = Part(str(arguments.log), "log", trace.checksum, arguments.warmup, (trace,) * arguments.seeds)
+    return Setting(part, cluster, spec), ""
 
 
 def evaluate_log(
-    contestants: Sequence[Contestant], log: Log, setting: Setting | None, warmup: int, pool: Pool
+    contestants: Sequence[Contestant],
+    log: Log,
+    setting: Setting | None,
+    warmup: int,
+    pool: Pool,
+    no_model: str = "",
 ) -> LogResult:
-    """Every policy on the logged decisions, in the order given."""
+    """Every policy on the logged decisions, in the order given. `no_model`: why there is no setting."""
     logged = log.logged.tail(warmup)
     columns = {label: column[warmup:] for label, column in log.columns.items()}
     calibration = off_policy.Calibration.of(logged)
     logging, why = logging_policy(columns)
     replays: dict[str, list[Replay]] = {}
     model = None
-    no_model = why
-    if setting is None:
-        no_model = "the log does not say which cluster it is of; give --cluster to replay it"
-    elif logging is not None:
+    no_model = no_model or why
+    if setting is not None and logging is not None:
         everyone = {contestant.name: contestant for contestant in (*contestants, logging)}
         runs = [(1.0, seed) for seed in range(len(setting.part.traces))]
         tasks = [(c.compiled, partial(c.replays, setting, runs)) for c in everyone.values()]
@@ -680,7 +689,7 @@ def evaluate_log(
             row["dr"] = row["direct"] = off_policy.Estimate(None, "nothing to measure prediction errors on")
         else:
             row["dr"] = off_policy.doubly_robust(logged, actions, calibration)
-            row["direct"] = off_policy.Estimate(off_policy.direct(logged, actions, calibration))
+            row["direct"] = off_policy.direct(logged, actions, calibration)
             row["beyond_logged"] = calibration.beyond(logged, actions)
         if model is not None and logging is not None:
             row["replay"] = off_policy.by_replay(logged, replays[contestant.name], replays[logging.name])
@@ -778,7 +787,7 @@ def print_log(result: LogResult, console: Console) -> None:
     for row in result.rows:
         for key in ("ips", "direct"):
             if row[key].why_not:
-                say(f"{row['policy']}: {'IPS, DR' if key == 'ips' else 'direct, DR'}: {row[key].why_not}")
+                say(f"{row['policy']}: {'IPS, DR' if key == 'ips' else 'direct'}: {row[key].why_not}")
         ours, theirs = row["takes"].mean, log["takes"].mean
         if abs(ours - theirs) > OTHER_LOAD:
             say(

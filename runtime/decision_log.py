@@ -27,8 +27,9 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,7 +83,7 @@ class LogRow:
         arrival_s: on the state's clock, the one given to `DecisionLog`.
         action: as the gym encodes it: 0 rejects, else 1 + (prefill * D + decode) * 3 + source.
         block_ids: int[n], chained hashes of the prompt's blocks (any integer type; 63 bits are kept).
-        sequence: number of the decision, tells requests of one arrival time apart; -1: that of the record.
+        sequence: tells requests of one arrival time apart; by default rows are numbered as they are made.
         output_tokens: generated; 0 where that is not known. expected_output_tokens: what was expected at the time.
         propensity: probability with which this action was chosen, given the observation; 1 for a deterministic
             policy, share times that for a canary. It is what makes other policies' goodput estimable.
@@ -96,7 +97,7 @@ class LogRow:
     action: int = 0
     status: Ended = Ended.EXPIRED
     block_ids: NDArray[Any] | None = None
-    sequence: int = -1
+    sequence: int = field(default_factory=count().__next__)
     output_tokens: int = 0
     expected_output_tokens: float = 1.0
     tenant: str = ""
@@ -331,9 +332,9 @@ class DecisionLog:
 
     def _append(self, row: LogRow) -> None:
         ids = row.block_ids
-        count = 0 if ids is None else len(ids)
-        if row.input_tokens < 1 or count > -(-row.input_tokens // self.block_tokens):
-            raise ValueError(f"{row.input_tokens} input tokens with {count} blocks of {self.block_tokens}")
+        blocks = 0 if ids is None else len(ids)
+        if row.input_tokens < 1 or blocks > -(-row.input_tokens // self.block_tokens):
+            raise ValueError(f"{row.input_tokens} input tokens with {blocks} blocks of {self.block_tokens}")
         if not 0.0 <= row.arrival_s < math.inf:
             raise ValueError(f"arrival_s {row.arrival_s}, expected a finite number >= 0")
         if not 0.0 < row.propensity <= 1.0:
@@ -344,7 +345,7 @@ class DecisionLog:
             observed = len(observation)
             if observed != _PACKED + _PACKED_PREFILL * row.prefills + _PACKED_DECODE * row.decodes:
                 raise ValueError(f"an observation of {observed} bytes for {row.prefills} x {row.decodes} instances")
-        size = 8 * count + (observed + 7 & ~7)
+        size = 8 * blocks + (observed + 7 & ~7)
         if size > self._max_bytes:
             raise ValueError(f"a row of {size} bytes, expected at most {self._max_bytes} (max_bytes)")
         buffer = self._buffer
@@ -359,9 +360,9 @@ class DecisionLog:
                 return
         start = buffer.used
         if ids is not None:
-            buffer.arena[start >> 3 : (start >> 3) + count] = ids
+            buffer.arena[start >> 3 : (start >> 3) + blocks] = ids
         if observation is not None:
-            at = start + 8 * count
+            at = start + 8 * blocks
             buffer.packed[at : at + observed] = observation
         known = row.output_tokens >= 1
         expected = row.expected_output_tokens
@@ -370,7 +371,7 @@ class DecisionLog:
         _PACK.pack_into(
             buffer.memory_view,
             buffer.count * _PACK.size,
-            row.sequence if row.sequence >= 0 else self.rows_recorded,
+            row.sequence,
             row.arrival_s,
             row.action,
             row.propensity,
@@ -382,7 +383,7 @@ class DecisionLog:
             row.ttft_slo_s,
             row.tbt_slo_s,
             start,
-            count,
+            blocks,
             observed,
             row.input_tokens,
             output,
@@ -603,7 +604,7 @@ def segment_schema(block_tokens: int, name: str) -> pa.Schema:
     word = pa.dictionary(pa.int32(), pa.string())
     shape = schema(block_tokens, name)
     ids = pa.field("block_ids", pa.list_(pa.int64()), nullable=False)
-    fields = [ids if field.name == "block_ids" else field for field in shape]
+    fields = [ids if given.name == "block_ids" else given for given in shape]
     fields += [
         pa.field("sequence", pa.int64(), nullable=False),
         pa.field("session_id", pa.int64()),
@@ -633,10 +634,10 @@ def _table(
 
     part = records[rows]
     where = part["start"] // 8  # in the arena, in words
-    count = part["ids"].astype(np.int64)
-    ids = buffer.arena[joined_ranges(where, count)] & LARGEST_ID
+    blocks = part["ids"].astype(np.int64)
+    ids = buffer.arena[joined_ranges(where, blocks)] & LARGEST_ID
     columns: dict[str, Any] = {
-        "block_ids": _lists(count, ids),
+        "block_ids": _lists(blocks, ids),
         "session_id": pa.array(labels.session_ids[part["session"]], mask=part["session"] == 0),
         "tenant_id": labels.tenant_ids[part["tenant"]],
         "tenant": _dictionary(part["tenant"], labels.tenants),
@@ -649,7 +650,7 @@ def _table(
     columns |= {label: _dictionary(part[label], labels.words) for label in _WORDS}
     seen = part["observed"] > 0
     prefills, decodes = (np.where(seen, part[label], 0).astype(np.int64) for label in ("prefills", "decodes"))
-    at = where + count
+    at = where + blocks
     one = seen.astype(np.int64)
     rows_of = {"request": one, "prefill": prefills, "decode": decodes, "cluster": one}
     for label, _ in _TABLES:
@@ -728,12 +729,13 @@ def read_log(path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], *,
     files = files_of(Path(path)) if isinstance(path, (str, os.PathLike)) else [Path(p) for p in path]
     trace = load(files)
     tables, heads = [], []
-    wanted = [field.name for field in segment_schema(1, "") if observations or not field.name.startswith("observed_")]
+    names = [name for name in segment_schema(1, "").names if name not in ("block_ids", "session_id")]
+    wanted = [name for name in names if observations or not name.startswith("observed_")]
     for file in files:
         try:
             source = pq.ParquetFile(file)
             heads.append(_segment_head(source, file))
-            tables.append(source.read([name for name in wanted if name not in ("block_ids", "session_id")]))
+            tables.append(source.read(wanted))
         except (pa.ArrowException, OSError) as error:
             raise TraceError(f"cannot be read ({str(error).splitlines()[0]})", file=file) from None
     plain = [name for name in tables[0].column_names if not name.startswith("observed_")]

@@ -62,7 +62,7 @@ def test_the_logging_policy_on_its_own_log(folder: Path, capsys: pytest.CaptureF
     assert all(part["mean"] == 1 for part in own["agreement"].values())
     for key in ("ips", "dr"):
         assert own[key]["interval"]["mean"] == pytest.approx(true)
-    assert own["direct"]["interval"]["low"] <= true <= own["direct"]["interval"]["high"]
+    assert own["direct"]["interval"]["mean"] == pytest.approx(true)
     assert own["replay"]["difference"] == {"mean": 0, "low": 0, "high": 0}
     assert found["model"]["bias"] == {"mean": 0, "low": 0, "high": 0}
     assert found["model"]["policy"] == "conductor" and found["model"]["share_decided"] == 1
@@ -148,6 +148,14 @@ def test_without_a_cluster_there_is_no_replay(tmp_path: Path, capsys: pytest.Cap
     assert found["rows"][0]["agreement"]["all"]["mean"] == 1
     found = run(capsys, "--log", tmp_path, "--policies", "conductor", "--cluster", "2p2d")
     assert found["model"]["bias"]["mean"] == 0
+
+
+def test_pools_that_grew_since(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = rows_of(traces.builtin("conversation", n_requests=100), "3p1d", always("conductor"))[0]
+    write(tmp_path, rows, "2p2d")
+    found = run(capsys, "--log", tmp_path, "--policies", "conductor")
+    assert found["model"] is None and "was logged on 3 prefill and 1 decode instances" in found["no_model"]
+    assert run(capsys, "--log", tmp_path, "--policies", "conductor", "--cluster", "3p1d")["model"] is not None
 
 
 def test_rows_that_nobody_decided_or_that_never_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

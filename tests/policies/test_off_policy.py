@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import traces
-from envs.metrics import Replay
+from envs.metrics import Interval, Replay
 from envs.simulator import Simulator, empty_observation
 from envs.spec import ClusterSpec, validate_cluster
 from envs.state import Observation, Source
@@ -202,6 +202,14 @@ def test_rows_without_outcome_or_observation() -> None:
 # --- the direct method -------------------------------------------------------------------------------------------
 
 
+def straight(logged: Logged, actions: np.ndarray) -> Interval:
+    calibration = Calibration.of(logged)
+    assert calibration is not None
+    found = direct(logged, actions, calibration).interval
+    assert found is not None and found.low <= found.mean <= found.high
+    return found
+
+
 def test_predictions_are_those_of_the_choice() -> None:
     logged, context = bandit(200, 3)
     ttft_s, tbt_s = predictions(logged, 1 + 3 * context.astype(np.int64))
@@ -214,21 +222,27 @@ def test_direct_corrects_by_measured_errors() -> None:
         found = []
         for seed in range(15):
             logged, context = bandit(4000, seed)
-            calibration = Calibration.of(logged)
-            assert calibration is not None
             actions = 1 + 3 * (context if better else ~context).astype(np.int64)
-            found.append(direct(logged, actions, calibration))
+            found.append(straight(logged, actions))
         assert np.mean([low <= truth <= high for _, low, high in found]) >= 0.8
         assert np.mean([mean for mean, *_ in found]) == pytest.approx(truth, abs=0.01)
+
+
+def test_direct_says_when_choices_hardly_agree() -> None:
+    logged, context = bandit(500, 0, chosen=np.zeros(500, np.int64), propensity=1.0)
+    calibration = Calibration.of(logged)
+    assert calibration is not None
+    same, other = (direct(logged, np.full(500, action), calibration) for action in (1, 4))
+    assert same.why_not == "" and same.effective == 500
+    assert "hardly agree" in other.why_not and other.interval is not None
+    assert len(context) == 500
 
 
 def test_direct_counts_requests_that_did_not_complete() -> None:
     logged, _ = bandit(2000, 0)
     logged.completed[::2] = False
     logged.good[::2] = 0.0
-    calibration = Calibration.of(logged)
-    assert calibration is not None
-    assert direct(logged, logged.action, calibration).high < 0.55
+    assert straight(logged, logged.action).high < 0.55
 
 
 def test_beyond_what_was_logged() -> None:
@@ -297,10 +311,7 @@ def test_the_logging_policy_agrees_with_itself(name: str, tmp_path: Path) -> Non
         assert estimate.interval is not None
         assert estimate.interval.mean == pytest.approx(true)
         assert estimate.interval.low <= true <= estimate.interval.high
-    calibration = Calibration.of(logged)
-    assert calibration is not None
-    own = direct(logged, actions, calibration)
-    assert own.low <= true <= own.high
+    assert straight(logged, actions).mean == pytest.approx(true)
 
 
 @pytest.mark.parametrize("name", ["load_balancing", "cache_aware", "cache_aware+baseline"])

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,8 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import traces
 from envs.simulator import Simulator
@@ -105,7 +108,6 @@ def rows_of(
                 input_tokens=int(trace.input_tokens[i]),
                 action=action,
                 block_ids=hashed(trace.blocks(i)),
-                sequence=i,
                 expected_output_tokens=float(observation.cluster["expected_output_tokens"][0, 0]),
                 tenant="" if trace.tenant_id is None else f"tenant-{trace.tenant_id[i]}",
                 session="" if trace.session_id is None else f"session-{trace.session_id[i]}",
@@ -221,8 +223,28 @@ def test_blocks_are_the_same_over_segments(tmp_path: Path) -> None:
     assert [list(back.blocks(i)) for i in range(4)] == [[0], [0, 1], [0, 1], [0]]
 
 
+@given(st.data())
+@settings(max_examples=15, deadline=None)
+def test_any_requests_come_back(data: st.DataObject) -> None:
+    """In any order of ending, cut into segments anywhere: the requests in order, equal blocks equal."""
+    tokens = data.draw(st.lists(st.integers(1, 5000), min_size=1, max_size=30))
+    arrivals = sorted(data.draw(st.lists(st.floats(0, 1e6), min_size=len(tokens), max_size=len(tokens))))
+    rows = []
+    for arrival_s, n in zip(arrivals, tokens, strict=True):
+        ids = data.draw(st.lists(st.sampled_from([0, 1, 2**62, 2**63, 2**64 - 1]), max_size=-(-n // 512)))
+        rows.append(LogRow("r", arrival_s, n, output_tokens=n, block_ids=np.array(ids, np.uint64)))
+    with tempfile.TemporaryDirectory() as folder:
+        write(Path(folder), data.draw(st.permutations(rows)), max_rows=data.draw(st.integers(8, 30)))
+        back = traces.load(folder)
+    assert back.arrival_s.tolist() == arrivals
+    assert back.input_tokens.tolist() == back.output_tokens.tolist() == tokens
+    ids = [int(i) % 2**63 for row in rows for i in (row.block_ids if row.block_ids is not None else ())]
+    assert np.array_equal(back.block_ids, densify(np.array(ids, np.int64)))
+
+
 def test_equal_arrivals_are_in_order_of_decision(tmp_path: Path) -> None:
-    rows = [LogRow("a", 1.0, 10 + i, sequence=i, output_tokens=1) for i in range(6)]
+    """Rows are numbered as they are made, and recorded when their requests end."""
+    rows = [LogRow("a", 1.0, 10 + i, output_tokens=1) for i in range(6)]
     write(tmp_path, [rows[i] for i in (4, 0, 5, 2, 1, 3)], max_rows=2)
     assert list(traces.load(tmp_path).input_tokens) == list(range(10, 16))
 
@@ -294,6 +316,8 @@ def test_pools_that_change_size(trace: Trace, tmp_path: Path) -> None:
     small, large = (rows_of(few, name, always("cache_aware"))[0] for name in ("2p2d", "5p3d"))
     mixed = [row for pair in zip(small[::2], large[1::2], strict=True) for row in pair]
     mixed += [plain(10_000)]
+    for i, row in enumerate(mixed):
+        row.sequence = i
     write(tmp_path, mixed)
     log = read_log(tmp_path)
     found = {group.observation.prefill.shape: group for group in log.logged.observed}
