@@ -7,8 +7,8 @@ headers llm-d gave it. What happens on a stream:
     request headers, body chunks ..., end  ->   (reads all of it)  Scheduler.schedule
                                            <-   request headers: where it goes;  the body again, in chunks;  trailers
                                                 or an immediate response: 400, 413, 429, 503
-    response headers, body ...             ->   only with `Options.observe_responses`; else the stream is closed, and
-                                                Envoy goes on without asking
+    response headers, body ...             ->   only with `Options.observe_responses`; else the stream ends with the
+                                                answer's last message, and Envoy goes on without asking
 
 How the body comes is Envoy's configuration, which its first message tells. FULL_DUPLEX_STREAMED is the protocol's own;
 BUFFERED and BUFFERED_PARTIAL answer the headers before the body comes and the decision after. With STREAMED and NONE
@@ -170,16 +170,17 @@ class ExternalProcessor:
         self.seconds = 0.0
         self.on_answer: Callable[[str, float], None] | None = None
 
-    async def process(self, _: Any, context: Any) -> None:
-        """One stream. Whatever goes wrong on it stays on it."""
+    async def process(self, _: Any, context: Any) -> Any:
+        """One stream; returns its last message. Whatever goes wrong on it stays on it."""
         self.streams_open += 1
         try:
-            await _Stream(self, context).run()
+            last = await _Stream(self, context).run()
+            return last.SerializeToString()
         except _ProtocolError as error:
             self.protocol_errors += 1
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         except _Gone:
-            pass
+            await context.abort(grpc.StatusCode.CANCELLED, "the stream was closed before its end")
         except Exception:
             self.outcomes["failed"] += 1
             _log.exception("a stream failed")
@@ -212,9 +213,11 @@ class _Stream:
         self.reservation = ""  # its id at the scheduler: the request's, where that was free
         self.reserved = False  # and the answer has not been sent
         self.responded = False  # the response came before the request had ended
+        self.last: Any = None  # message of the stream, to be sent with its end
         self.since = time.perf_counter()
 
-    async def run(self) -> None:
+    async def run(self) -> Any:
+        """The stream's last message."""
         message = await self.read()
         kind = message.WhichOneof("request")
         if kind != "request_headers":
@@ -226,9 +229,8 @@ class _Stream:
         try:
             await self.answer(message)
         except _Drop as drop:
-            await self.write(_immediate(drop, self.request_id))
             self.processor.note(drop.reason or ("failed" if drop.status == 500 else "invalid"), self.since)
-            return
+            return _immediate(drop, self.request_id)
         except _Gone:
             self.processor.outcomes["cancelled"] += 1
             raise
@@ -238,8 +240,9 @@ class _Stream:
         finally:
             if self.reserved:
                 self.scheduler.release(self.reservation)
-        if self.options.observe_responses and self.reservation and not self.responded:
-            await _Response(self).run()
+        if self.last is None:
+            return await _Response(self).run()
+        return self.last
 
     # ---- request ----
 
@@ -252,27 +255,23 @@ class _Stream:
             raise _Drop(503, "shutting down", Reason.SHUTTING_DOWN, 1.0)
         path = self.headers.get(":path", "")
         if message.request_headers.end_of_stream:
-            await self.write(self.passed("request_headers"))
-            self.sent()
+            await self.end(self.passed("request_headers"))
         elif self.mode in _BY_HEADERS:
             kind = "request_headers"
             inference = openai_body.is_inference(path)
-            await self.write(self.decided(kind, self.unread()) if inference else self.passed(kind))
-            self.sent()
-            if self.mode == _MODE.STREAMED and self.options.observe_responses:
+            await self.end(self.decided(kind, self.unread()) if inference else self.passed(kind))
+            if self.last is None and self.mode == _MODE.STREAMED:
                 await self.echo_request()
         elif self.mode == _MODE.FULL_DUPLEX_STREAMED:
             body, whole, trailers = await self.read_body()
             if self.responded:
-                await self.write(_continue("response_headers"))
+                self.last = _continue("response_headers")
                 self.processor.outcomes["cancelled"] += 1
                 return
-            decision = self.decision(path, body, whole, "request_headers")
-            await self.write(decision)
+            await self.write(self.decision(path, body, whole, "request_headers"))
             await self.send_body(body, end=not trailers)
             if trailers:
-                await self.write(_continue("request_trailers"))
-            self.sent()
+                await self.end(_continue("request_trailers"))
         elif self.mode in (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL):
             first = _continue("request_headers")
             self.ask_for_less(first)
@@ -284,13 +283,22 @@ class _Stream:
             self.check_size(len(body))
             # Trailers may follow a buffered body that is whole, hence only BUFFERED_PARTIAL can cut it.
             whole = message.request_body.end_of_stream or self.mode == _MODE.BUFFERED
-            await self.write(self.decision(path, body, whole, "request_body"))
-            self.sent()
+            await self.end(self.decision(path, body, whole, "request_body"))
         else:
             raise _ProtocolError(f"request_body_mode {self.mode} is not supported")
 
-    def sent(self) -> None:
-        """The whole answer is on its way."""
+    async def end(self, message: Any) -> None:
+        """Send the last message of the answer to a request.
+
+        Where the response is not observed, it is the last of the stream too. It then leaves together with the stream's
+        end, as Envoy must not see them apart: a response that comes in between would be streamed here, and be lost.
+        """
+        if self.reserved and self.context.cancelled():
+            raise _Gone
+        if self.options.observe_responses and self.reservation:
+            await self.write(message)
+        else:
+            self.last = message
         self.processor.note("routed" if self.reserved else "passed", self.since)
         self.reserved = False
 
@@ -355,7 +363,7 @@ class _Stream:
             streamed = message.request_body.response.body_mutation.streamed_response
             streamed.body = body if size <= CHUNK_BYTES else body[start:stop]
             streamed.end_of_stream = end and stop >= size
-            await self.write(message)
+            await (self.end(message) if streamed.end_of_stream else self.write(message))
 
     async def echo_request(self) -> None:
         """Let the chunks of a STREAMED body through."""
@@ -370,8 +378,8 @@ class _Stream:
                 await self.write(_continue(kind))
                 return
             elif kind == "response_headers":
-                self.responded = True
-                await self.write(_continue(kind))
+                self.last = _continue(kind)
+                self.scheduler.release(self.reservation)
                 return
             else:
                 raise _ProtocolError(f"expected request_body or request_trailers, found {kind or 'none'}")
@@ -557,7 +565,7 @@ class _Stream:
             _Gone: the other side has ended the stream.
         """
         try:
-            await self.context.write(message)
+            await self.context.write(message.SerializeToString())
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise _Gone from error
 
@@ -575,14 +583,18 @@ class _Response:
         self.refused = False
         self.ended = False
 
-    async def run(self) -> None:
+    async def run(self) -> Any:
+        """The last message."""
         try:
-            while not self.ended:
-                await self.one(await self.stream.read())
+            while True:
+                answer = self.answer(await self.stream.read())
+                if self.ended:
+                    return answer
+                await self.stream.write(answer)
         finally:
             self.report()
 
-    async def one(self, message: Any) -> None:
+    def answer(self, message: Any) -> Any:
         kind = message.WhichOneof("request")
         if kind == "response_headers":
             if self.seen:
@@ -590,7 +602,7 @@ class _Response:
             self.seen = True
             self.read_headers(message)
             self.ended = message.response_headers.end_of_stream
-            await self.stream.write(_continue(kind))
+            return _continue(kind)
         elif kind == "response_body":
             chunk = message.response_body.body
             self.look(chunk)
@@ -600,12 +612,11 @@ class _Response:
                 streamed = answer.response_body.response.body_mutation.streamed_response
                 streamed.body = chunk
                 streamed.end_of_stream = self.ended
-            await self.stream.write(answer)
+            return answer
         elif kind == "response_trailers":
             self.ended = True
-            await self.stream.write(_continue(kind))
-        else:
-            raise _ProtocolError(f"expected a part of the response, found {kind or 'none'}")
+            return _continue(kind)
+        raise _ProtocolError(f"expected a part of the response, found {kind or 'none'}")
 
     def read_headers(self, message: Any) -> None:
         """Who has served, and whether it has gone well."""
@@ -738,10 +749,12 @@ def add_to_server(
 ) -> ExternalProcessor:
     """Make a server an endpoint picker; it should have been made with `server_options`."""
     processor = ExternalProcessor(scheduler, options)
-    handler = grpc.stream_stream_rpc_method_handler(
+    # On the wire there is no difference to stream_stream; here, the last message is returned, not written, which makes
+    # gRPC send it in one batch with the end of the stream.
+    handler = grpc.stream_unary_rpc_method_handler(
         processor.process,
         request_deserializer=_parsed,
-        response_serializer=ext_proc.ProcessingResponse.SerializeToString,
+        response_serializer=None,
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
     return processor

@@ -75,7 +75,7 @@ class Envoy:
     Args:
         folder: where its configuration and its log go. picker: port of the endpoint picker.
         workers: addresses for the cluster that takes fallbacks; None uses the ORIGINAL_DST cluster.
-        request_body, response_body: body modes; None leaves those of deploy/envoy.yaml.
+        request_body, response_body: body modes, with headers sent; None leaves what deploy/envoy.yaml has.
     """
 
     def __init__(
@@ -103,12 +103,12 @@ class Envoy:
         listener["address"]["socket_address"]["port_value"] = self.port
         manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
         picking = manager["http_filters"][0]["typed_config"]
-        for key, mode in (("request_body_mode", request_body), ("response_body_mode", response_body)):
-            if mode is not None:
-                picking["processing_mode"][key] = mode
         for direction, mode in (("request", request_body), ("response", response_body)):
-            if mode is not None and mode != "FULL_DUPLEX_STREAMED":
-                picking["processing_mode"][f"{direction}_trailer_mode"] = "SKIP"
+            if mode is not None:
+                trailers = "SEND" if mode == "FULL_DUPLEX_STREAMED" else "SKIP"
+                picking["processing_mode"][f"{direction}_header_mode"] = "SEND"
+                picking["processing_mode"][f"{direction}_body_mode"] = mode
+                picking["processing_mode"][f"{direction}_trailer_mode"] = trailers
         manager["http_filters"].insert(
             0,
             {
