@@ -26,6 +26,16 @@ pack = msgspec.msgpack.encode
 SIZE = 4
 
 
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Nothing is compiled while a test watches the clock."""
+    index = new_index()
+    apply(index, [stored_array([1], tokens_of(1)), ["AllBlocksCleared"]])
+    known(index, THREE)
+    index.clear(0)
+    index.store(0, Medium.GPU, hash_blocks(THREE, SIZE))
+
+
 def new_index(capacity: int = 1000, instances: int = 3) -> PrefixIndex:
     return PrefixIndex(np.zeros((capacity, 1), np.int64), SIZE, instances=instances)
 
@@ -493,7 +503,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     """A test as a coroutine, on a loop of its own."""
 
     def wrapped() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
+        asyncio.run(asyncio.wait_for(test(), 15))
 
     wrapped.__name__ = test.__name__
     wrapped.__doc__ = test.__doc__
@@ -611,6 +621,7 @@ async def restarted(replay: bool, numbers: Callable[[int], int]) -> None:
             publisher.buffer.append((seq, pack([time.time(), [block(100 + seq)], 0])))
         await publisher.publish(block(50))
         await publisher.publish(block(51))
+        await until(lambda: subscriber.restarts > 0)
         await caught_up(publisher, subscriber)
         assert subscriber.restarts == 1
         assert known(index, tokens_of(1)) == 0
@@ -621,16 +632,16 @@ async def restarted(replay: bool, numbers: Callable[[int], int]) -> None:
 
 @pytest.mark.parametrize("replay", [True, False])
 def test_restart(replay: bool) -> None:
-    asyncio.run(asyncio.wait_for(restarted(replay, lambda _: 0), 60))
+    asyncio.run(asyncio.wait_for(restarted(replay, lambda _: 0), 15))
 
 
 def test_restart_seen_late() -> None:
-    asyncio.run(asyncio.wait_for(restarted(True, lambda _: 2), 60))
+    asyncio.run(asyncio.wait_for(restarted(True, lambda _: 2), 15))
 
 
 def test_restart_that_is_already_further() -> None:
     """Seen only by that the last batch known is now another."""
-    asyncio.run(asyncio.wait_for(restarted(True, lambda seq: seq + 5), 60))
+    asyncio.run(asyncio.wait_for(restarted(True, lambda seq: seq + 5), 15))
 
 
 @run
