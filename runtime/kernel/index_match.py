@@ -9,13 +9,15 @@ from envs.kernel.memory import check, i4_at, i8_at
 from envs.state import ROW_BITS
 
 from .block_table import CPU, DISK, GPU, index_at
-from .xxh3 import load8, u8_at
+from .xxh3 import load8, load64, u8_at
 
 COLUMNS = 4  # GPU, CPU, DISK (numbered as in block_table), and any of them
 ANY = 3
 
 NO_ARRAY = -(1 << 40)
 _MASK = np.uint64((1 << 64) - 1)
+_EACH = np.uint64(0x0101010101010101)  # times a byte: that byte in each
+_HIGH = _EACH * np.uint64(0x80)
 _QUOTE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = 0x22, 0x2C, 0x30, 0x39, 0x5B, 0x5D
 
 
@@ -99,6 +101,26 @@ def _past_space(data, i, size):
 
 
 @compiled
+def _digits_ahead(word):
+    """How many of the 8 bytes of a word are digits, from the lowest on; 8 where all are."""
+    off = word ^ (_EACH * np.uint64(_ZERO))
+    others = (((off & ~_HIGH) + _EACH * np.uint64(0x80 - 10)) | off) & _HIGH
+    if others == np.uint64(0):
+        return 8
+    below = (others & (~others + np.uint64(1))) - np.uint64(1)
+    return np.int64(((below & _EACH) * _EACH) >> np.uint64(56)) - 1
+
+
+@compiled
+def _value_of(word, digits):
+    """The number that the lowest 1 .. 8 bytes of a word, all digits, spell: pairs, then fours, then eight at once."""
+    v = (word << np.uint64(64 - 8 * digits)) & (_EACH * np.uint64(0x0F))
+    v = ((v * np.uint64(10 * (1 << 8) + 1)) >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
+    v = ((v * np.uint64(100 * (1 << 16) + 1)) >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
+    return (v * np.uint64(10000 * (1 << 32) + 1)) >> np.uint64(32)
+
+
+@compiled
 def scan_integers(data, size, limit, quoted, out, room):
     """Unsigned integers of a JSON array of nothing else, at an address, to uint64 [room] at another.
 
@@ -122,6 +144,12 @@ def scan_integers(data, size, limit, quoted, out, room):
             i += 1
         start = i
         value = np.uint64(0)
+        if i + 8 <= size:
+            word = load64(data + i)
+            digits = _digits_ahead(word)
+            if digits > 0:
+                value = _value_of(word, digits)
+                i += digits
         while i < size:
             byte = np.int64(load8(data + i))
             if byte < _ZERO or byte > _NINE:

@@ -25,6 +25,7 @@ from runtime.indexer import LARGEST_BODY, add_routes, service_of, stream_of
 from runtime.kernel.index_match import ANY, COLUMNS, NO_ARRAY, count_blocks, match_media, scan_integers
 from runtime.kv_events import KvEventSubscriber
 from runtime.prefix_index import Medium, PrefixIndex
+from runtime.sidecar import Options, Sidecar
 from runtime.workers import Role, load_live_cluster
 
 BLOCK = 16
@@ -765,6 +766,38 @@ async def test_events_of_a_registration_are_found_by_queries(api):
     await until(settled, "rank 1 goes on")
     for publisher in publishers:
         publisher.socket.close(0)
+
+
+async def test_the_sidecar_serves_it(tmp_path):
+    file = tmp_path / "live.yaml"
+    file.write_text(CLUSTER.replace(', kv_events: "tcp://127.0.0.1:9"', ""))
+    sidecar = Sidecar(Options("conductor", str(file), grpc="127.0.0.1:0", indexer="127.0.0.1:0", blocks=1 << 12))
+    await sidecar.start()
+    publisher = Publisher()
+    try:
+        async with aiohttp.ClientSession() as session:
+            api = Served(sidecar, f"http://{sidecar.bound['indexer']}", session)
+            await api.register("prefill-1", endpoint=publisher.endpoint)
+
+            async def heard() -> bool:
+                await publisher.stored(TOKENS[:48], [1, 2, 3])
+                return (await api.query(TOKENS))["default"]["prefill-1"] == answer(48, 48)
+
+            await until(heard, "the events were not heard")
+            await api.register("prefill-1", endpoint=publisher.endpoint, modelname="qwen")  # the same stream, anew
+            assert (await api.query(TOKENS)) == {"default": {}}
+
+            async def heard_anew() -> bool:
+                await publisher.stored(TOKENS[:32], [1, 2])
+                return (await api.query(TOKENS, model="qwen"))["default"]["prefill-1"] == answer(32, 32)
+
+            await until(heard_anew, "the events were not heard in their new namespace")
+            await api.post("/unregister", {"instance_id": "prefill-1", "dp_rank": 0})
+            assert (await api.query(TOKENS, model="qwen")) == {"default": {}}
+            assert sidecar.conductor.state.index.used == 0 and not sidecar.subscribers
+    finally:
+        publisher.socket.close(0)
+        await sidecar.stop()
 
 
 def free_port() -> int:
