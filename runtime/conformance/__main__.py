@@ -4,68 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import sys
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
-import grpc
 import orjson
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from .cases import CASES, MUST, Case
-from .wire import Failure, Skip, Target
+from .cases import CASES
+from .verdict import report, try_cases
+from .wire import Target
 
 STYLES = {"passed": "green", "failed": "bold red", "skipped": "yellow"}
-
-
-async def _try(target: Target, one: Case) -> dict[str, Any]:
-    """A case's result."""
-    result: dict[str, Any] = {
-        "name": one.name,
-        "level": one.level,
-        "status": "passed",
-        "requirement": one.requirement,
-        "source": one.source,
-        "expected": None,
-        "found": None,
-    }
-    started = time.perf_counter()
-    try:
-        await asyncio.wait_for(one.run(target), 20 * target.timeout_s)
-    except Skip as reason:
-        result |= {"status": "skipped", "found": str(reason)}
-    except Failure as failure:
-        result |= {"status": "failed", "expected": failure.expected, "found": failure.found}
-    except TimeoutError:
-        result |= {"status": "failed", "expected": "an answer in time", "found": "none"}
-    except grpc.aio.AioRpcError as error:
-        found = f"gRPC status {error.code().name}: {error.details()}"
-        result |= {"status": "failed", "expected": "an answer", "found": found}
-    result["seconds"] = round(time.perf_counter() - started, 4)
-    return result
-
-
-async def _try_all(target: Target, chosen: list[Case]) -> list[dict[str, Any]]:
-    await target.connect()
-    try:
-        return [await _try(target, one) for one in chosen]
-    finally:
-        await target.close()
-
-
-def report(address: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-    """What is printed as JSON."""
-    statuses = [result["status"] for result in results]
-    return {
-        "target": address,
-        "passed": statuses.count("passed"),
-        "failed": statuses.count("failed"),
-        "skipped": statuses.count("skipped"),
-        "failed_must": sum(result["status"] == "failed" and result["level"] == MUST for result in results),
-        "cases": results,
-    }
 
 
 def _show(console: Console, said: dict[str, Any]) -> None:
@@ -117,7 +68,7 @@ def main(
     given = [place.strip() for place in endpoints.split(",") if place.strip()]
     asked = Target(target, timeout_s=timeout, endpoints=given, model=model, provoke=provoke)
     try:
-        results = asyncio.run(_try_all(asked, chosen))
+        results = asyncio.run(try_cases(asked, chosen))
     except ConnectionError as error:
         _stop(str(error))
     said = report(target, results)

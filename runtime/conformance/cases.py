@@ -345,22 +345,26 @@ async def reserved_fields(target: Target) -> None:
 # ---- the subset ----
 
 
+async def _chosen_only(target: Target, place: str, subset: list[str] | str) -> None:
+    """Asked several times, as a picker that takes turns could choose it by chance."""
+    for i in range(4):
+        answer = routed(await target.post(prompt(target, text=f"{i} Say hello."), subset=subset))
+        if answer.places != [place]:
+            raise Failure(place, answer.headers[DESTINATION])
+
+
 @case(MUST, "004, Endpoint Subset")
 async def subset_of_one(target: Target) -> None:
     """With a subset of one endpoint, that endpoint is chosen."""
     for place in (await known_endpoints(target, 2))[:2]:
-        answer = routed(await target.post(prompt(target), subset=[place]))
-        if answer.places != [place]:
-            raise Failure(place, answer.headers[DESTINATION])
+        await _chosen_only(target, place, [place])
 
 
 @case(MUST, "004, Endpoint Subset")
 async def subset_partly_unknown(target: Target) -> None:
     """Of a subset in which some endpoints do not exist, one that does is chosen, and no other endpoint is named."""
     place = (await known_endpoints(target, 1))[0]
-    answer = routed(await target.post(prompt(target), subset=[NOWHERE, place]))
-    if answer.places != [place]:
-        raise Failure(place, answer.headers[DESTINATION])
+    await _chosen_only(target, place, [NOWHERE, place])
 
 
 @case(MUST, "004, Endpoint Subset")
@@ -378,9 +382,7 @@ async def subset_for_header_only(target: Target) -> None:
 async def subset_as_string(target: Target) -> None:
     """A subset given as one comma-separated string is understood."""
     place = (await known_endpoints(target, 1))[0]
-    answer = routed(await target.post(prompt(target), subset=f"{NOWHERE}, {place}"))
-    if answer.places != [place]:
-        raise Failure(place, answer.headers[DESTINATION])
+    await _chosen_only(target, place, f"{NOWHERE}, {place}")
 
 
 @case(MUST, "004, Endpoint Subset")
