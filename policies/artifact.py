@@ -3,9 +3,9 @@
 `export_run` makes the file from a run folder of `train.py`; that takes torch. `load_artifact` takes ONNX Runtime alone.
 
 The graph has the inputs `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7] (float32, in
-physical units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.action_masks`), and the outputs
-`logits` [B, 1 + P D 3] and `action` int64[B], the valid action with the largest logit. B, P and D are free: one file
-serves any pool.
+physical units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.action_masks`), and the
+outputs `logits` [B, 1 + P D 3] and `action` int64[B], the valid action with the largest logit. B, P and D are free:
+one file serves any pool.
 
 The file is read before ONNX Runtime sees it: it must hold everything itself, use arithmetic only (no loops, no
 branches, no operators of third parties) and be unchanged since its export.
