@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from envs.kernel import memory as _memory
 from envs.kernel import replay as _replay
+from envs.kernel.compile import entry_point
 from envs.simulator import Simulator
 from envs.state import Observation
 
@@ -96,10 +97,8 @@ class CompiledPolicy:
         self.name = f"{router}+{admission}"
         self.recheck = admission != "none"
         self.memory = np.zeros((1, 4), np.uint64)
-        self._observed: tuple[Observation | None, Any] = (
-            None,
-            None,
-        )  # the last observation, and the kernels' handle on it
+        self._observed: tuple[Observation | None, Any] = (None, ())  # the last one, and what the kernel takes for it
+        self._choose: Any = None
 
     def reset(self, clusters: int, seed: int) -> None:
         self.memory = np.zeros((clusters, 4), np.uint64)
@@ -109,19 +108,14 @@ class CompiledPolicy:
         clusters = len(observation.request)
         if len(self.memory) != clusters:
             raise PolicyError(f"{self.name} was reset for {len(self.memory)} clusters, got observations of {clusters}")
+        actions = np.zeros(clusters, np.int64)
         if self._observed[0] is not observation:
             sizes = {"prefills": observation.prefill.shape[1], "decodes": observation.decode.shape[1]}
-            self._observed = (observation, _memory.headers(_memory.OBSERVATION, observation, clusters, **sizes))
-        actions = np.zeros(clusters, np.int64)
-        _replay.choose_actions(
-            self._observed[1],
-            self.router,
-            self.router_values,
-            self.admission,
-            self.admission_values,
-            self.memory,
-            actions,
-        )
+            headers = _memory.headers(_memory.OBSERVATION, observation, clusters, **sizes)
+            parts = (headers, self.router, self.router_values, self.admission, self.admission_values)
+            self._observed = (observation, parts)
+            self._choose = entry_point(_replay.choose_actions, *parts, self.memory, actions)
+        self._choose(*self._observed[1], self.memory, actions)
         return actions
 
     def replay(self, simulator: Simulator, cluster: int = 0, *, limit: int = 1 << 62) -> None:

@@ -135,7 +135,7 @@ class Conductor:
         self.state = LiveState(cluster, blocks=blocks, in_flight=in_flight, assumed_s=assumed_s, on_end=self._ended)
         self.policy = Guard(policy, deadline_s=deadline_s, seed=seed)
         self.fallback = Guard(fallback, deadline_s=math.inf, seed=seed)
-        if not self.fallback.inline:
+        if not self.fallback.heuristic:
             raise PolicyError(f"fallback {fallback!r} must be a heuristic by name: it is what is left when others fail")
         self.shadow = Guard(shadow, deadline_s=deadline_s, seed=seed) if shadow else None
         self.canary = Guard(canary, deadline_s=deadline_s, seed=seed) if canary else None
@@ -245,8 +245,6 @@ class Conductor:
             return Rejection(
                 request.request_id, Reason.QUEUE_FULL, f"{len(state.flying)} requests are in flight, no more fit", 1.0
             )
-        if state.down:
-            return Rejection(request.request_id, Reason.NO_ENDPOINTS, f"no {state.down} worker is up", LEAST_RETRY_S)
         if request.candidates is not None and not self._candidates(request):
             return Rejection(
                 request.request_id, Reason.NO_ENDPOINTS, "no eligible worker among the candidates", LEAST_RETRY_S
@@ -263,7 +261,7 @@ class Conductor:
         """Indices of the decode instances that may be chosen, those up; None: all."""
         if request.candidates is None:
             return None
-        decodes, up = self.state.decodes, self.state.up_decode
+        decodes, up = self.state.decodes, self.state.open_decode
         return [d for d, worker in enumerate(decodes) if up[d] and worker.address in request.candidates]
 
     def _who(self) -> tuple[Guard, Guard | None]:
@@ -386,7 +384,7 @@ class Conductor:
 
     def any_decode(self, candidates: frozenset[str] | None = None) -> Worker | None:
         """Some decode worker that is up and has an address, in turn: for what is no generation (`GET /v1/models`)."""
-        decodes, up = self.state.decodes, self.state.up_decode
+        decodes, up = self.state.decodes, self.state.open_decode
         for _ in range(len(decodes)):
             self._next_any = (self._next_any + 1) % len(decodes)
             worker = decodes[self._next_any]
@@ -513,7 +511,7 @@ class Conductor:
             if role in made and made[role] is None:
                 raise PolicyError(f"{role}: expected the name of a policy")
         fallback = made.get("fallback", self.fallback)
-        if fallback is not None and not fallback.inline:
+        if fallback is not None and not fallback.heuristic:
             raise PolicyError(f"fallback {fallback.name!r} must be a heuristic by name")
         for role, guard in made.items():
             self._try(role, guard)
@@ -544,4 +542,25 @@ class Conductor:
         """Compile and load what the first request would otherwise wait for."""
         for role in ("policy", "fallback", "shadow", "canary"):
             self._try(role, getattr(self, role))
-        self._alternatives = entry_point(alternatives, self.state.observer.observation_header, 0, 0, self._pairs)
+        state = self.state
+        self._alternatives = entry_point(alternatives, state.observer.observation_header, 0, 0, self._pairs)
+        if state.clock["arrived"]:
+            return
+        clock = state.observer.state.clock.copy()
+        listeners, self.on_made, self.on_ended = (self.on_made, self.on_ended), [], []
+        for name in ("first", "second"):
+            self.schedule(Request(name, tokens=np.zeros(2 * state.block_tokens, np.uint32)))
+        for reservation in list(state.reservations.values()):
+            state.finished(reservation, float(state.clock["now_s"]), output_tokens=2)
+        for p in range(len(state.prefills)):
+            state.index.clear(p)
+        state.observer.state.clock[:] = clock
+        state.prefill["running_end_s"] = 0.0
+        for column in ("stall_rate", "join_rate", "last_join_s", "updated_s"):
+            state.decode[column] = 0.0
+        self._explained.clear()
+        self.on_made, self.on_ended = listeners
+        for role in ("policy", "fallback", "shadow", "canary"):
+            guard = getattr(self, role)
+            if guard is not None:
+                guard.policy.reset(1, self.seed)

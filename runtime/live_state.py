@@ -171,9 +171,9 @@ class LiveState:
         self._start = entry_point(start, head[0], 0, 0.0, 0.0, 0, 0.0)
         self._move = entry_point(flow, *head, 0, 0, 0, 0.0, 0.0, 1)
         self.largest_context = int(self.observer.parameters.decode["kv_capacity_tokens"].max())
-        self.up_prefill = np.ones(p, np.int64)
-        self.up_decode = np.ones(d, np.int64)
-        self.down = ""
+        self.up_prefill = _reachable(self.prefills)
+        self.up_decode = _reachable(self.decodes)
+        self._open_pools()
 
     def change_cluster(self, cluster: LiveCluster) -> list[Reservation]:
         """Go over to another set of workers or another spec, keeping what is known of those that stay.
@@ -207,14 +207,16 @@ class LiveState:
                 self.queues[now] = old.queues[before]
                 self.running[now] = old.running[before]
                 self.external_prefill[now] = old.external_prefill[before]
-                self.up_prefill[now] = old.up_prefill[before]
+                if old.prefills[before] == self.prefills[now]:
+                    self.up_prefill[now] = old.up_prefill[before]
                 self.mean_prefill_s[now] = old.mean_prefill_s[before]
                 self.reports_nic[now] = old.reports_nic[before]
         for before, now in enumerate(decodes):
             if now >= 0:
                 self.decode[now] = old.decode[before]
                 self.external_decode[now] = old.external_decode[before]
-                self.up_decode[now] = old.up_decode[before]
+                if old.decodes[before] == self.decodes[now]:
+                    self.up_decode[now] = old.up_decode[before]
                 self.reports_nic[len(self.prefills) + now] = old.reports_nic[len(old.prefills) + before]
         self.flying = old.flying
         self.flight[: len(self.flying)] = old.flight[: len(self.flying)]
@@ -224,8 +226,7 @@ class LiveState:
             reservation.holder = int(prefills[reservation.holder]) if reservation.holder >= 0 else -1
             self.flight["decode"][reservation.flight] = reservation.decode
             self.fetching[reservation.prefill] += reservation.fetching
-        self.prefill["up"], self.decode["up"] = self.up_prefill, self.up_decode
-        self.down = self._down()
+        self._open_pools()
         self.index.rebind(self.observer.state.blocks, prefills.tolist(), instances=len(self.prefills))
         return lost
 
@@ -244,19 +245,21 @@ class LiveState:
         self.index = index
 
     def mark(self, worker_id: str, up: bool) -> None:
-        """Whether a worker may be chosen."""
+        """Whether a worker may be chosen. Where none of a pool may, all may: a verdict on everyone is more likely an
+        error of the judge (Envoy's panic threshold), and a request that is sent nowhere fails for certain."""
         p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
         if p is not None:
-            self.up_prefill[p] = self.prefill["up"][p] = up
+            self.up_prefill[p] = up
         if d is not None:
-            self.up_decode[d] = self.decode["up"][d] = up
-        self.down = self._down()
+            self.up_decode[d] = up
+        self._open_pools()
 
-    def _down(self) -> str:
-        """The pool that has no worker up; "" where both have."""
-        if not self.up_prefill.any():
-            return "prefill"
-        return "" if self.up_decode.any() else "decode"
+    def _open_pools(self) -> None:
+        panic = [not verdicts.any() for verdicts in (self.up_prefill, self.up_decode)]
+        self.panic = " and ".join(pool for pool, all_down in zip(("prefill", "decode"), panic, strict=True) if all_down)
+        self.prefill["up"] = 1 if panic[0] else self.up_prefill
+        self.decode["up"] = 1 if panic[1] else self.up_decode
+        self.open_prefill, self.open_decode = self.prefill["up"].copy(), self.decode["up"].copy()
 
     # --- a decision --------------------------------------------------------------------------------------------------
 
@@ -281,15 +284,15 @@ class LiveState:
             return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
         allowed = np.zeros(len(self.decodes), np.int64)
         allowed[list(candidates)] = 1
-        self.decode["up"] = self.up_decode * allowed
+        self.decode["up"] = self.open_decode * allowed
         coupled = self.twin >= 0
         if coupled.any():  # a coupled instance decodes what it prefills
-            self.prefill["up"] = self.up_prefill * np.where(coupled, allowed[self.twin], 1)
+            self.prefill["up"] = self.open_prefill * np.where(coupled, allowed[self.twin], 1)
         try:
             return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
         finally:
-            self.decode["up"] = self.up_decode
-            self.prefill["up"] = self.up_prefill
+            self.decode["up"] = self.open_decode
+            self.prefill["up"] = self.open_prefill
 
     def admit(self, reservation: Reservation, hashes: NDArray[np.uint64], known: NDArray[np.int32]) -> None:
         """Enter a reservation, decided on the observation made last ("A decision", steps 1-5).
@@ -721,3 +724,9 @@ class LiveState:
     def worker(self, worker_id: str) -> Worker | None:
         """A worker by its id."""
         return next((worker for worker in self.cluster.workers if worker.id == worker_id), None)
+
+
+def _reachable(workers: tuple[Worker, ...]) -> NDArray[np.int64]:
+    """Which workers may be chosen at first: those with an address, where any has one."""
+    addressed = np.array([bool(worker.address) for worker in workers], np.int64)
+    return addressed if addressed.any() else np.ones_like(addressed)

@@ -256,7 +256,13 @@ def test_a_worker_that_is_down_is_not_chosen():
     assert observation.decode_mask[0].tolist() == [0, 1]
     observation = state.observe(10, np.zeros(0, np.int32), 0.0, 30.0, 0.1, candidates=[0])
     assert observation.decode_mask[0].tolist() == [0, 0]
+    state.mark("d1", False)  # nobody is left: then anybody is better than nobody
+    assert state.panic == "decode"
+    assert state.observe(10, np.zeros(0, np.int32), 0.0, 30.0, 0.1).decode_mask[0].tolist() == [1, 1]
     state.mark("d0", True)
+    assert state.panic == ""
+    assert state.observe(10, np.zeros(0, np.int32), 0.0, 30.0, 0.1).decode_mask[0].tolist() == [1, 0]
+    state.mark("d1", True)
     assert state.observe(10, np.zeros(0, np.int32), 0.0, 30.0, 0.1).decode_mask[0].tolist() == [1, 1]
 
 
