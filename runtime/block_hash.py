@@ -40,9 +40,8 @@ BASE = Namespace(0, 0)
 
 
 def address(array: np.ndarray) -> int:
-    """Where the elements of a contiguous array are. Kernels get addresses: an array costs more to pass, and one that
-    is read-only would be compiled for anew."""
-    return array.__array_interface__["data"][0]  # type: ignore[no-any-return]
+    """Where the elements of a contiguous array are."""
+    return array.ctypes.data
 
 
 def signed(word: int) -> int:

@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _END = (-1).to_bytes(8, "big", signed=True)
 _WORD = 8
+_NAMES = list(SCAN.names or ())
+_FOUND = slice(_NAMES.index("events"), _NAMES.index("remote") + 1)
+_TS = _NAMES.index("ts")
 
 
 class EventError(ValueError):
@@ -82,6 +85,8 @@ class EventBatch(EventArrays):
     other_groups: int = 0
     remote: int = 0
     header: np.ndarray = field(default_factory=lambda: np.zeros(1, SCAN), repr=False)
+    words: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64), repr=False)  # the header again
+    times: np.ndarray = field(default_factory=lambda: np.zeros(0), repr=False)  # and again
     room: np.ndarray = field(default_factory=lambda: np.zeros(FIELDS + 4, np.int64), repr=False)
     at: int = 0  # address of the header
     size: int = 0  # largest payload there is room for
@@ -108,24 +113,25 @@ def decode(payload: bytes, stream: StreamNamespace = _NO_NAMESPACE, into: EventB
         EventError: it is no batch of KV events. Nothing else is raised.
     """
     batch = new_batch() if into is None else into
-    header = batch.header
     size = len(payload)
     if size > batch.size or batch.stream is not stream:
         _make_room(batch, size, stream)
     code = scan_payload(batch.at, start_of(np.frombuffer(payload, np.uint8)), size) if size else -1
-    found = header[0]
+    found = batch.words[_FOUND].tolist()
     if code < 0:
         batch.count = 0
-        where = int(found["error_at"]) if size else 0
+        where = int(batch.header["error_at"][0]) if size else 0
         first = f"0x{payload[where]:02x}" if where < size else "the end"
         raise EventError(f"expected {EXPECTED[-code]} at byte {where} of {size}, found {first}")
-    batch.count = int(found["events"])
-    batch.ts = float(found["ts"])
-    batch.dp_rank = int(found["dp_rank"])
-    batch.unknown_events = int(found["unknown_events"])
-    batch.unknown_media = int(found["unknown_media"])
-    batch.other_groups = int(found["other_groups"])
-    batch.remote = int(found["remote"])
+    (
+        batch.count,
+        batch.dp_rank,
+        batch.unknown_events,
+        batch.unknown_media,
+        batch.other_groups,
+        batch.remote,
+    ) = found
+    batch.ts = batch.times.item(_TS)
     return batch
 
 
@@ -139,12 +145,11 @@ def _make_room(batch: EventBatch, size: int, stream: StreamNamespace) -> None:
         batch.extras = np.empty(batch.size, np.uint64)
     batch.stream = stream
     header = batch.header
+    batch.words, batch.times = header.view(np.int64), header.view(np.float64)
     batch.at = address(header)
+    batch.places = address(batch.events), address(batch.hashes), address(batch.tokens), address(batch.extras)
     for name, value in (
-        ("events_at", address(batch.events)),
-        ("hashes_at", address(batch.hashes)),
-        ("tokens_at", address(batch.tokens)),
-        ("extras_at", address(batch.extras)),
+        *zip(("events_at", "hashes_at", "tokens_at", "extras_at"), batch.places, strict=True),
         ("room_at", address(batch.room)),
         ("model", stream.model),
         ("salt", stream.salt),

@@ -27,6 +27,8 @@ from .kernel.event_scan import EVENT, REMOVED, STORED
 
 Numbers = NDArray[np.int32]
 
+_APPLY_WORDS = {name: i for i, name in enumerate(APPLY.names or ())}
+_GIVEN = _APPLY_WORDS["stored"]  # words before it are set by the caller
 _LOAD = 0.6  # share of a growing hash table that may be in use
 
 
@@ -52,23 +54,34 @@ class EventArrays:
     tokens: NDArray[np.uint32]
     extras: Hashes
     count: int
+    places: tuple[int, int, int, int] | None = None  # where these four arrays are, if known already
+
+    def found(self) -> tuple[int, int, int, int]:
+        """The addresses of the four arrays."""
+        if self.places is None:
+            return address(self.events), address(self.hashes), address(self.tokens), address(self.extras)
+        return self.places
 
 
 @dataclass(slots=True)
 class Tally:
     """What became of applied events; every application adds to it."""
 
-    record: Records = field(default_factory=lambda: np.zeros(1, APPLY))
+    words: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(_APPLY_WORDS), np.int64))  # of an APPLY
+    at: int = 0
+
+    def __post_init__(self) -> None:
+        self.at = address(self.words)
 
     def __getitem__(self, name: str) -> int:
         """stored, removed: blocks. cleared: events. orphans: stored blocks whose parent was missed. unknown: removed
         blocks that were not known. other_groups, mismatched: events passed over for their KV-cache group or block size.
         full: stored blocks for which there was no room."""
-        return int(self.record[name][0])
+        return int(self.words[_APPLY_WORDS[name]])
 
     def counts(self) -> dict[str, int]:
         """All of it."""
-        return {name: self[name] for name in (APPLY.names or ())[7:]}
+        return {name: self[name] for name in list(_APPLY_WORDS)[_GIVEN:]}
 
 
 def _power(size: float) -> int:
@@ -312,15 +325,9 @@ class PrefixIndex:
         one of them is known already. Storing or removing twice changes nothing; if an engine gives a hash to
         another block, the block it named before is gone there.
         """
-        work = tally.record
-        work["index"] = self._at
-        work["instance"] = self._checked(instance)
-        work["events_at"] = address(batch.events)
-        work["hashes_at"] = address(batch.hashes)
-        work["tokens_at"] = address(batch.tokens)
-        work["extras_at"] = address(batch.extras)
-        work["count"] = batch.count
-        at = address(work)
+        events, hashes, tokens, extras = batch.found()
+        work, at = tally.words, tally.at
+        work[:_GIVEN] = (self._at, self._checked(instance), events, hashes, tokens, extras, batch.count)
         following = int(apply_events(at, first, budget))
         while following < 0:
             blocked = -following - 1
@@ -328,7 +335,7 @@ class PrefixIndex:
             if self._grow_engine(need):
                 following = int(apply_events(at, blocked, budget))
             else:
-                work["full"] += need
+                work[_APPLY_WORDS["full"]] += need
                 following = int(apply_events(at, blocked + 1, budget))
         return following
 
