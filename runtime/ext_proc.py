@@ -10,6 +10,10 @@ headers llm-d gave it. What happens on a stream:
     response headers, body ...             ->   only with `Options.observe_responses`; else the stream ends with the
                                                 answer's last message, and Envoy goes on without asking
 
+A response that Envoy has begun to send here when the stream ends is lost, as Envoy keeps no copy with
+FULL_DUPLEX_STREAMED. So the last message and the end leave in one piece; and where responses are not observed, Envoy is
+best configured not to send them at all, as deploy/envoy.yaml is.
+
 How the body comes is Envoy's configuration, which its first message tells. FULL_DUPLEX_STREAMED is the protocol's own;
 BUFFERED and BUFFERED_PARTIAL answer the headers before the body comes and the decision after. With STREAMED and NONE
 the headers must be decided on alone: the prompt's length is guessed from content-length, and nothing is known to be
@@ -114,6 +118,7 @@ class Options:
             address and answers 503 to a list; deploy/envoy.yaml has a cluster that takes lists.
         max_body_bytes: larger request bodies are answered with 413.
         max_streams: streams open at the same time; those above are answered with 503.
+        max_buffered_bytes: of all bodies that are being read; a body for which there is no room is answered with 503.
         base_models: names that are no LoRA adapter; empty: none is.
         objectives: priorities by the name in x-llm-d-inference-objective.
     """
@@ -123,6 +128,7 @@ class Options:
     fallbacks: int = 0
     max_body_bytes: int = 16 << 20
     max_streams: int = 4096
+    max_buffered_bytes: int = 1 << 30
     base_models: frozenset[str] = frozenset()
     objectives: Mapping[str, int] = field(default_factory=dict)
 
@@ -149,7 +155,7 @@ class ExternalProcessor:
     """The service, and what it has counted.
 
     Attributes:
-        requests: streams on which request headers came. streams_open: now.
+        requests: streams on which request headers came. streams_open, buffered_bytes: now.
         outcomes: how many were `routed` by a decision, `passed` to any worker (no prompt), `invalid` (400, 413),
             dropped (by `Reason`), `cancelled` by their client before the answer, `failed` (500, a fault in here).
         responses: by HTTP status, of those observed.
@@ -166,6 +172,7 @@ class ExternalProcessor:
         self.responses: Counter[str] = Counter()
         self.protocol_errors = 0
         self.streams_open = 0
+        self.buffered_bytes = 0
         self.answered = 0
         self.seconds = 0.0
         self.on_answer: Callable[[str, float], None] | None = None
@@ -209,6 +216,7 @@ class _Stream:
         self.headers: dict[str, str] = {}
         self.mode = self.response_mode = _MODE.FULL_DUPLEX_STREAMED
         self.candidates: frozenset[str] | None = None
+        self.buffered_bytes = 0
         self.request_id = ""
         self.reservation = ""  # its id at the scheduler: the request's, where that was free
         self.reserved = False  # and the answer has not been sent
@@ -238,6 +246,8 @@ class _Stream:
             self.processor.outcomes["cancelled"] += 1
             raise
         finally:
+            self.processor.buffered_bytes -= self.buffered_bytes
+            self.buffered_bytes = 0
             if self.reserved:
                 self.scheduler.release(self.reservation)
         if self.last is None:
@@ -280,7 +290,7 @@ class _Stream:
             self.since = time.perf_counter()
             self.read_metadata(message)
             body = message.request_body.body
-            self.check_size(len(body))
+            self.make_room(len(body))
             # Trailers may follow a buffered body that is whole, hence only BUFFERED_PARTIAL can cut it.
             whole = message.request_body.end_of_stream or self.mode == _MODE.BUFFERED
             await self.end(self.decision(path, body, whole, "request_body"))
@@ -326,7 +336,6 @@ class _Stream:
     async def read_body(self) -> tuple[bytes, bool, bool]:
         """All of a streamed body; whether it came to its end; whether trailers came after it."""
         chunks: list[bytes] = []
-        size = 0
         while True:
             message = await self.read()
             kind = message.WhichOneof("request")
@@ -335,8 +344,7 @@ class _Stream:
                 chunk = message.request_body.body
                 if chunk:
                     chunks.append(chunk)
-                    size += len(chunk)
-                    self.check_size(size)
+                    self.make_room(len(chunk))
                 if message.request_body.end_of_stream or message.request_body.end_of_stream_without_message:
                     break
             elif kind == "request_trailers":
@@ -349,6 +357,14 @@ class _Stream:
                 raise _ProtocolError(f"expected request_body or request_trailers, found {kind or 'none'}")
         self.since = time.perf_counter()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks), True, False
+
+    def make_room(self, size: int) -> None:
+        """For so many bytes more."""
+        self.buffered_bytes += size
+        self.processor.buffered_bytes += size
+        self.check_size(self.buffered_bytes)
+        if self.processor.buffered_bytes > self.options.max_buffered_bytes:
+            raise _Drop(503, "there is no room for the bodies of so many requests", Reason.QUEUE_FULL, 1.0)
 
     def check_size(self, size: int) -> None:
         if size > self.options.max_body_bytes:

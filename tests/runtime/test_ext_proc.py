@@ -297,6 +297,24 @@ async def test_too_many_streams() -> None:
         assert (await target.post(ASKED)).places
 
 
+async def test_no_room_for_bodies() -> None:
+    async with asking(Scripted(), Options(max_buffered_bytes=5000)) as (picker, target):
+        waiting = target.open()
+        await waiting.send(headers_message())
+        await waiting.send(body_message(b" " * 4000, end=False))
+        for _ in range(100):
+            if picker.processor.buffered_bytes == 4000:
+                break
+            await asyncio.sleep(0.01)
+        answer = await target.post(b" " * 2000)
+        assert answer.http_status == 503
+        assert answer.headers["x-llm-d-request-dropped-reason"] == Reason.QUEUE_FULL
+        waiting.cancel()
+        await quiet(picker)
+        assert picker.processor.buffered_bytes == 0
+        assert (await target.post(ASKED)).places
+
+
 async def test_draining_and_health() -> None:
     scheduler = Scripted()
     async with asking(scheduler) as (_, target):
