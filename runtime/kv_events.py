@@ -17,7 +17,9 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import zmq
@@ -26,7 +28,7 @@ import zmq.asyncio
 from .block_hash import BASE, Hashes, Namespace, address, namespace, xxh3_64
 from .kernel.event_scan import EVENT, EXPECTED, FIELDS, SCAN, scan_payload
 from .kernel.xxh3 import start_of
-from .prefix_index import EventArrays, PrefixIndex, Tally
+from .prefix_index import EventArrays, Medium, PrefixIndex, Tally
 
 log = logging.getLogger(__name__)
 
@@ -280,15 +282,34 @@ class KvEventSubscriber:
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run(), name=f"kv-events {self.name}")
 
-    async def close(self) -> None:
-        """Stop. What is known of the worker stays in the index."""
+    def close(self) -> Coroutine[Any, Any, None]:
+        """Stop at once; to be awaited for the rest. What is known of the worker stays in the index."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
+        self.synced = False
+        return self._closed(task)
+
+    async def _closed(self, task: asyncio.Task[None] | None) -> None:
+        if task is not None:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._disconnect()
-        self.synced = False
+
+    @property
+    def last_mark(self) -> int:
+        """A hash of the last batch applied, 0 if it is not known: with it, `resume` sees if the publisher changed."""
+        return self._marks.get(self.last_seq, 0)
+
+    def resume(self, last_seq: int, last_mark: int = 0) -> None:
+        """Before `start`: the index already has what was published up to `last_seq`, as after a warm restart.
+
+        What follows is asked for from there. With the `last_mark` of then, a publisher that started anew meanwhile is
+        found out by its replay, wherever its numbers have got to.
+        """
+        self.last_seq = self.seen_seq = last_seq
+        if last_mark:
+            self._marks[last_seq] = last_mark
 
     async def __aenter__(self) -> KvEventSubscriber:
         self.start()
@@ -340,7 +361,7 @@ class KvEventSubscriber:
         self._sockets.append(notices)
         disconnects: zmq.Socket[bytes] = zmq.Socket.shadow(notices.underlying)
         if self.replay_endpoint is not None:  # the worker may have been at work for long
-            await self._replay(0)
+            await self._replay(max(self.last_seq, 0))
         self.synced = True
         while True:
             await socket.poll()
@@ -514,3 +535,27 @@ class KvEventSubscriber:
         if what not in self._told:
             self._told.add(what)
             log.warning("KV events of %s: " + message + " (further ones are only counted)", self.name, *arguments)
+
+
+def prepare() -> None:
+    """Compile all of it now, or load it, and not when the first request or event comes. Takes a minute at most."""
+    index = PrefixIndex(np.zeros((64, 1), np.int64), 1, instances=2)
+    tokens = np.arange(4, dtype=np.uint32)
+    _, hashes = index.find_tokens(tokens)
+    index.find_tokens(np.frombuffer(tokens.tobytes(), np.uint32))  # read-only, as from a message
+    index.store(0, Medium.GPU, hashes)
+    index.find(hashes)
+    numbers = index.intern(hashes, hold=True)
+    index.expect(1, numbers)
+    index.unexpect(1, numbers)
+    index.hold(numbers)
+    index.release(numbers)
+    index.release(numbers)
+    index.remove(0, Medium.GPU, hashes)
+    index.assume(0, hashes, until_s=1.0)
+    index.expire(2.0)
+    index.stored(0, Medium.GPU, hashes, None, tokens)
+    index.rebind(index.blocks, [0, 1], instances=2)
+    PrefixIndex(np.zeros((64, 1), np.int64), 1, instances=2).restore(index.snapshot())
+    index.clear(0)
+    index.apply(0, decode(b"\x92\x01\x90"), Tally())

@@ -22,6 +22,7 @@ from envs.state import ROW_BITS, Records
 
 from .block_hash import BASE, NO_EXTRAS, Hashes, Namespace, address, signed, token_array
 from .kernel import block_table as table
+from .kernel import engine_hashes, expectations
 from .kernel.event_apply import APPLY, apply_events
 from .kernel.event_scan import EVENT, REMOVED, STORED
 
@@ -39,10 +40,6 @@ class Medium(IntEnum):
     CPU = table.CPU
     DISK = table.DISK
     ROUTED = table.ROUTED
-
-
-class IndexFull(RuntimeError):
-    """All numbers are held by requests or expected: `capacity` is too small for what is in flight."""
 
 
 @dataclass(slots=True)
@@ -133,10 +130,10 @@ class PrefixIndex:
         self._free = np.arange(capacity - 1, -1, -1, dtype=np.int32)
         self._places = np.zeros(count, table.INSTANCE)
         self._places["group"] = -1
-        self._engine = np.zeros(_power(2 * min(capacity, self.engine_capacity) / _LOAD), table.ENGINE)
-        self._expected = np.zeros(1024, table.PAIR)
-        self._routes = np.zeros(0, table.ROUTE)
-        self._routed = np.zeros(0, table.PAIR)
+        self._engine = np.zeros(_power(2 * min(capacity, self.engine_capacity) / _LOAD), engine_hashes.ENGINE)
+        self._expected = np.zeros(1024, expectations.PAIR)
+        self._routes = np.zeros(0, expectations.ROUTE)
+        self._routed = np.zeros(0, expectations.PAIR)
         self._header = np.zeros(1, table.INDEX)
         self._at = address(self._header)
         self._set(capacity=capacity, words=words, instances=count, block_tokens=block_tokens, free=capacity)
@@ -252,10 +249,10 @@ class PrefixIndex:
         """
         ids = _number_array(numbers)
         where = self._checked(instance)
-        bad = table.expect(self._at, where, ids)
+        bad = expectations.expect(self._at, where, ids)
         if bad == -2:
             self._grow_expected(len(ids))
-            bad = table.expect(self._at, where, ids)
+            bad = expectations.expect(self._at, where, ids)
         _checked_number(ids, bad, "in use")
 
     def unexpect(self, instance: int, numbers: Numbers) -> None:
@@ -265,7 +262,7 @@ class PrefixIndex:
             ValueError: a number that was not expected there, or an instance out of range. The others are done with.
         """
         ids = _number_array(numbers)
-        bad = table.unexpect(self._at, self._checked(instance), ids)
+        bad = expectations.unexpect(self._at, self._checked(instance), ids)
         _checked_number(ids, bad, f"expected at instance {instance}")
 
     # --- residency by own hash ---
@@ -301,18 +298,18 @@ class PrefixIndex:
         assumptions are kept; beyond, the oldest end early.
         """
         if not len(self._routes):
-            self._routes = np.zeros(_power(self.capacity), table.ROUTE)
-            self._routed = np.zeros(_power(2 * len(self._routes) + 2), table.PAIR)
+            self._routes = np.zeros(_power(self.capacity), expectations.ROUTE)
+            self._routed = np.zeros(_power(2 * len(self._routes) + 2), expectations.PAIR)
             self._set(routes=address(self._routes), route_mask=len(self._routes) - 1)
             self._set(routed=address(self._routed), routed_mask=len(self._routed) - 1)
             self._set(routed_shift=_shift(len(self._routed)))
         given = _hash_array(hashes)
         until_us = round(until_s * 1e6)
-        return int(table.route(self._at, self._checked(instance), given, until_us))
+        return int(expectations.route(self._at, self._checked(instance), given, until_us))
 
     def expire(self, now_s: float) -> int:
         """End assumptions whose time has come, in the order they were made; how many blocks are gone by it."""
-        return int(table.forget(self._at, round(now_s * 1e6)))
+        return int(expectations.forget(self._at, round(now_s * 1e6)))
 
     # --- residency by the engines' events ---
 
@@ -414,15 +411,15 @@ class PrefixIndex:
         places = np.zeros(count, table.INSTANCE)
         places["group"] = -1
         to = address(renumbered)
-        table.unhold_pairs(self._at, address(self._expected), len(self._expected), to)
+        expectations.unhold_pairs(self._at, address(self._expected), len(self._expected), to)
         table.renumber(self._at, blocks.shape[1], count, address(blocks), address(media), address(places), to)
         self.blocks, self._media, self._places, self.instances = blocks, media, places, count
         self._move_expected(len(self._expected), renumbered)
         if len(self._routes):
-            table.renumber_routes(self._at, to)
+            expectations.renumber_routes(self._at, to)
             routed = np.zeros_like(self._routed)
             mask, shift = len(routed) - 1, _shift(len(routed))
-            used = table.move_pairs(address(self._routed), len(routed), address(routed), mask, shift, to)
+            used = expectations.move_pairs(address(self._routed), len(routed), address(routed), mask, shift, to)
             self._routed = routed
             self._set(routed=address(routed), routed_used=used)
         self._move_engine(len(self._engine), renumbered)
@@ -468,7 +465,7 @@ class PrefixIndex:
         entries = min(len(s["engine"]), self.engine_capacity)
         self._grow_engine(entries)
         engine, own, where = (address(s[name]) for name in ("engine", "engine_own", "engine_instance"))
-        table.restore_engine(self._at, engine, own, where, entries)
+        engine_hashes.restore_engine(self._at, engine, own, where, entries)
         table.retire_all(self._at)
 
     # --- tables that grow ---
@@ -489,8 +486,8 @@ class PrefixIndex:
             renumbered = np.arange(max(self.instances, 1), dtype=np.int64)
         if stale_only >= 0:
             renumbered[stale_only] = -1
-        self._use_engine(np.zeros(size, table.ENGINE))
-        table.move_engine(self._at, address(old), len(old), address(renumbered))
+        self._use_engine(np.zeros(size, engine_hashes.ENGINE))
+        engine_hashes.move_engine(self._at, address(old), len(old), address(renumbered))
 
     def _grow_engine(self, more: int) -> bool:
         """Room for so many more of the engines' hashes; False if that would be too many in all."""
@@ -507,10 +504,10 @@ class PrefixIndex:
 
     def _move_expected(self, size: int, renumbered: NDArray[np.int64]) -> None:
         old = self._expected
-        self._use_expected(np.zeros(size, table.PAIR))
+        self._use_expected(np.zeros(size, expectations.PAIR))
         mask, shift = size - 1, _shift(size)
         to = address(renumbered)
-        used = table.move_pairs(address(old), len(old), address(self._expected), mask, shift, to)
+        used = expectations.move_pairs(address(old), len(old), address(self._expected), mask, shift, to)
         self._set(expected_used=used)
 
     def _grow_expected(self, more: int) -> None:

@@ -6,8 +6,9 @@ One header record (`INDEX`) holds sizes and addresses; kernels get its address. 
 - `blocks` (the ClusterState's) and `media`, residency per block: four rows of 16 instances per word in each. `media`
   has the truth per medium (GPU, CPU, DISK, and ROUTED for what is only assumed), `blocks` what policies look at.
 - `cells`, one record per number: hash, the block before it, how many follow it, how many requests hold it.
-- `engine`, an open-addressing table (instance, the engine's hash) -> own hash. It survives the recycling of numbers.
-- `expected`, a table of pairs (number, instance) with how many requests will bring the block there.
+- `engine`, what the engines call the blocks (engine_hashes.py).
+- `expected`, how many requests will bring a block to an instance; `routes` and `routed`, what is only assumed to be
+  somewhere (expectations.py).
 
 A block with followers is never recycled, so the block before a known one stays known unless it never was. A number is
 free again as soon as nothing refers to it: not resident, not expected, not held, no follower.
@@ -31,9 +32,6 @@ MEDIA = 4
 
 SLOT = np.dtype([("hash", "u8"), ("number", "i4"), ("touched", "i4")])  # number + 1; 0 is an empty slot
 CELL = np.dtype([("hash", "u8"), ("before", "i4"), ("followers", "i4"), ("held", "i4"), ("used", "i4")])
-ENGINE = np.dtype([("engine", "u8"), ("own", "u8"), ("number", "i4"), ("tag", "i4")])  # tag 0 is an empty entry
-PAIR = np.dtype([("key", "i8"), ("value", "i8")])  # key 0 is an empty pair
-ROUTE = np.dtype([("hash", "u8"), ("number", "i4"), ("instance", "i4"), ("expires_us", "i8")])
 INSTANCE = np.dtype(
     [
         ("gpu", "i8"),  # blocks per medium
@@ -70,14 +68,11 @@ _ROW = (1 << ROW_BITS) - 1
 index_at: Any = record_at(INDEX)
 _slot_at: Any = record_at(SLOT)
 _cell_at: Any = record_at(CELL)
-_engine_at: Any = record_at(ENGINE)
-_pair_at: Any = record_at(PAIR)
-_route_at: Any = record_at(ROUTE)
 _instance_at: Any = record_at(INSTANCE)
 
 
 @compiled
-def _slot(index, at):
+def slot_of(index, at):
     return _slot_at(index.slots, check(at, index.slot_mask + 1))
 
 
@@ -87,23 +82,18 @@ def cell_of(index, number):
 
 
 @compiled
-def _entry(index, at):
-    return _engine_at(index.engine, check(at, index.engine_mask + 1))
-
-
-@compiled
 def instance_of(index, p):
     return _instance_at(index.places, check(p, index.instances))
 
 
 @compiled
-def _word(index, number, p):
+def word_of(index, number, p):
     """Where in `blocks` and `media` the rows of a block for instance p are."""
     return check(number, index.capacity) * index.words + check(p >> 4, index.words)
 
 
 @compiled
-def _bit(row, p):
+def bit_of(row, p):
     return np.int64(1) << (ROW_BITS * row + (p & 15))
 
 
@@ -117,11 +107,11 @@ def home(key, shift):
 
 
 @compiled
-def _search(index, own):
+def search(index, own):
     """The slot of a hash, or the empty one where it would go."""
     at = home(own, index.slot_shift)
     while True:
-        slot = _slot(index, at)
+        slot = slot_of(index, at)
         if slot.number == 0 or slot.hash == own:
             return at
         at = (at + 1) & index.slot_mask
@@ -130,7 +120,7 @@ def _search(index, own):
 @compiled
 def look_up(index, own):
     """The number of a hash, touched; -1 if it is not known."""
-    slot = _slot(index, _search(index, own))
+    slot = slot_of(index, search(index, own))
     if slot.number == 0:
         return np.int64(-1)
     if slot.touched == 0:
@@ -145,16 +135,16 @@ def _vacate(index, at):
     hole = at
     while True:
         at = (at + 1) & mask
-        slot = _slot(index, at)
+        slot = slot_of(index, at)
         if slot.number == 0:
             break
         if ((at - home(slot.hash, index.slot_shift)) & mask) >= ((at - hole) & mask):
-            target = _slot(index, hole)
+            target = slot_of(index, hole)
             target.hash = slot.hash
             target.number = slot.number
             target.touched = slot.touched
             hole = at
-    empty = _slot(index, hole)
+    empty = slot_of(index, hole)
     empty.number = 0
     empty.touched = 0
 
@@ -177,49 +167,49 @@ def _add_to_medium(place, medium, amount):
 @compiled
 def put(index, number, p, medium):
     """A block is on a medium of instance p, and so no longer on its way there; whether it was not there before."""
-    at = _word(index, number, p)
+    at = word_of(index, number, p)
     blocks = i8_at(index.blocks)
     media = i8_at(index.media)
-    fresh = media[at] & _bit(medium, p) == 0
+    fresh = media[at] & bit_of(medium, p) == 0
     word = blocks[at]
     if fresh:
-        media[at] |= _bit(medium, p)
+        media[at] |= bit_of(medium, p)
         place = instance_of(index, p)
         _add_to_medium(place, medium, 1)
-        if word & _bit(HOST, p) == 0:
-            word |= _bit(HOST, p)
+        if word & bit_of(HOST, p) == 0:
+            word |= bit_of(HOST, p)
             place.host += 1
-        if medium in (GPU, ROUTED) and word & _bit(DEVICE, p) == 0:
-            word |= _bit(DEVICE, p)
+        if medium in (GPU, ROUTED) and word & bit_of(DEVICE, p) == 0:
+            word |= bit_of(DEVICE, p)
             place.device += 1
-    blocks[at] = word & ~(_bit(PENDING, p) | _bit(TRANSIT, p))
+    blocks[at] = word & ~(bit_of(PENDING, p) | bit_of(TRANSIT, p))
     return fresh
 
 
 @compiled
 def drop(index, number, p, medium):
     """A block is no longer on a medium of instance p; whether it was."""
-    at = _word(index, number, p)
+    at = word_of(index, number, p)
     media = i8_at(index.media)
     here = media[at]
-    if here & _bit(medium, p) == 0:
+    if here & bit_of(medium, p) == 0:
         return False
-    here &= ~_bit(medium, p)
+    here &= ~bit_of(medium, p)
     media[at] = here
     place = instance_of(index, p)
     _add_to_medium(place, medium, -1)
     blocks = i8_at(index.blocks)
-    if medium in (GPU, ROUTED) and here & (_bit(GPU, p) | _bit(ROUTED, p)) == 0:
-        blocks[at] &= ~_bit(DEVICE, p)
+    if medium in (GPU, ROUTED) and here & (bit_of(GPU, p) | bit_of(ROUTED, p)) == 0:
+        blocks[at] &= ~bit_of(DEVICE, p)
         place.device -= 1
-    if here & (_bit(GPU, p) | _bit(CPU, p) | _bit(DISK, p) | _bit(ROUTED, p)) == 0:
-        blocks[at] &= ~_bit(HOST, p)
+    if here & (bit_of(GPU, p) | bit_of(CPU, p) | bit_of(DISK, p) | bit_of(ROUTED, p)) == 0:
+        blocks[at] &= ~bit_of(HOST, p)
         place.host -= 1
     return True
 
 
 @compiled
-def _drop_all(index, number, p):
+def drop_all(index, number, p):
     """A block is on no medium of instance p; on how many it was."""
     dropped = 0
     for medium in range(MEDIA):
@@ -235,7 +225,7 @@ def _drop_all(index, number, p):
 def _free(index, number):
     """Give back a number; the one before it."""
     cell = cell_of(index, number)
-    _vacate(index, _search(index, cell.hash))
+    _vacate(index, search(index, cell.hash))
     before = np.int64(cell.before)
     if before >= 0:
         cell_of(index, before).followers -= 1
@@ -285,8 +275,8 @@ def _evict(index, number):
         if here != 0:
             index.evicted += 1
             for i in range(min(16, index.instances - 16 * w)):
-                if here & (_bit(GPU, i) | _bit(CPU, i) | _bit(DISK, i) | _bit(ROUTED, i)) != 0:
-                    _drop_all(index, number, 16 * w + i)
+                if here & (bit_of(GPU, i) | bit_of(CPU, i) | bit_of(DISK, i) | bit_of(ROUTED, i)) != 0:
+                    drop_all(index, number, 16 * w + i)
     before = _free(index, number)
     retire(index, before)  # it may have been kept by its follower only
     left = before >= 0 and cell_of(index, before).used != 0
@@ -307,13 +297,13 @@ def _make_room(index):
     if (
         victim >= 0
         and _can_go(index, victim)
-        and _slot(index, _search(index, cell_of(index, victim).hash)).touched == 0
+        and slot_of(index, search(index, cell_of(index, victim).hash)).touched == 0
     ):
         _evict(index, victim)
         return True
     for _ in range(2 * (index.slot_mask + 1) + 1):
         at = index.hand
-        slot = _slot(index, at)
+        slot = slot_of(index, at)
         if slot.number != 0 and slot.touched == 0 and _can_go(index, np.int64(slot.number) - 1):
             _evict(index, np.int64(slot.number) - 1)  # something else may now be in this slot: the hand stays
             return True
@@ -326,8 +316,8 @@ def _make_room(index):
 @compiled
 def number_of(index, own, before):
     """The number of a hash, touched, given one if it has none; -1 if there is no room. `before` is kept meanwhile."""
-    at = _search(index, own)
-    slot = _slot(index, at)
+    at = search(index, own)
+    slot = slot_of(index, at)
     if slot.number != 0:
         if slot.touched == 0:
             slot.touched = 1
@@ -342,8 +332,8 @@ def number_of(index, own, before):
                 index.exhausted = 0  # there was nothing else, but for another chain this one may go
         if not made:
             return np.int64(-1)
-        at = _search(index, own)
-        slot = _slot(index, at)
+        at = search(index, own)
+        slot = slot_of(index, at)
     index.free -= 1
     index.used += 1
     number = np.int64(i4_at(index.free_list)[check(index.free, index.capacity)])
@@ -451,7 +441,7 @@ def intern(at, hashes, numbers, keep):
 
 
 @compiled
-def _first_bad(index, numbers, held):
+def first_bad(index, numbers, held):
     """The place of the first number that is not in use (or, if asked for, held by nobody); -1 if there is none."""
     for i in range(len(numbers)):
         number = np.int64(numbers[i])
@@ -467,7 +457,7 @@ def _first_bad(index, numbers, held):
 def hold(at, numbers):
     """One more request holds each of the numbers. -1, or the place of one not in use, and nothing is done."""
     index = index_at(at, 0)
-    bad = _first_bad(index, numbers, False)
+    bad = first_bad(index, numbers, False)
     if bad < 0:
         for i in range(len(numbers)):
             cell_of(index, np.int64(numbers[i])).held += 1
@@ -482,7 +472,7 @@ def release(at, numbers):
     done all the same.
     """
     index = index_at(at, 0)
-    bad = _first_bad(index, numbers, True)
+    bad = first_bad(index, numbers, True)
     if bad >= 0:
         return bad
     index.exhausted = 0
@@ -526,7 +516,7 @@ def remove(at, p, medium, hashes):
     index = index_at(at, 0)
     done = 0
     for i in range(len(hashes) - 1, -1, -1):
-        slot = _slot(index, _search(index, hashes[i]))
+        slot = slot_of(index, search(index, hashes[i]))
         if slot.number != 0:
             number = np.int64(slot.number) - 1
             if drop(index, number, p, medium):
@@ -540,12 +530,12 @@ def clear(at, p, medium):
     """Instance p has nothing on a medium, or (-1) on any; how many blocks lost a place there."""
     index = index_at(at, 0)
     done = 0
-    mine = _bit(medium, p) if medium >= 0 else _bit(GPU, p) | _bit(CPU, p) | _bit(DISK, p) | _bit(ROUTED, p)
+    mine = bit_of(medium, p) if medium >= 0 else bit_of(GPU, p) | bit_of(CPU, p) | bit_of(DISK, p) | bit_of(ROUTED, p)
     for number in range(index.capacity):
-        here = i8_at(index.media)[_word(index, number, p)] & mine
+        here = i8_at(index.media)[word_of(index, number, p)] & mine
         if here != 0:
             for row in range(MEDIA):
-                if here & _bit(row, p) != 0:
+                if here & bit_of(row, p) != 0:
                     drop(index, number, p, row)
                     done += 1
             retire(index, number)
@@ -554,329 +544,6 @@ def clear(at, p, medium):
         place.generation = (place.generation + 1) & 0x7FFF
         place.group = -1
     return done
-
-
-# --- pairs of (number, instance) ------------------------------------------------------------------------------------
-
-
-@compiled
-def _pair_key(number, p):
-    return (number << 16) + p + 1
-
-
-@compiled
-def _search_pair(table, mask, shift, key):
-    at = home(np.uint64(key), shift)
-    while True:
-        pair = _pair_at(table, at)
-        if pair.key == 0 or pair.key == key:
-            return at
-        at = (at + 1) & mask
-
-
-@compiled
-def _vacate_pair(table, mask, shift, at):
-    hole = at
-    while True:
-        at = (at + 1) & mask
-        pair = _pair_at(table, at)
-        if pair.key == 0:
-            break
-        if ((at - home(np.uint64(pair.key), shift)) & mask) >= ((at - hole) & mask):
-            target = _pair_at(table, hole)
-            target.key = pair.key
-            target.value = pair.value
-            hole = at
-    _pair_at(table, hole).key = 0
-
-
-@compiled
-def move_pairs(old, size, table, mask, shift, renumbered):
-    """Copy pairs to an empty table, with instances renumbered (int64; -1: dropped); how many there are now."""
-    kept = 0
-    for i in range(size):
-        pair = _pair_at(old, i)
-        if pair.key == 0:
-            continue
-        p = i8_at(renumbered)[(pair.key - 1) & 0xFFFF]
-        if p < 0:
-            continue
-        key = _pair_key((pair.key - 1) >> 16, p)
-        target = _pair_at(table, _search_pair(table, mask, shift, key))
-        target.key = key
-        target.value = pair.value
-        kept += 1
-    return kept
-
-
-@compiled
-def expect(at, p, numbers):
-    """A request will bring blocks to instance p: they are held, and pending where not resident.
-
-    -1, or the place of a number not in use, and nothing is done; -2 if the table of pairs must grow first.
-    """
-    index = index_at(at, 0)
-    bad = _first_bad(index, numbers, False)
-    if bad >= 0:
-        return bad
-    if index.expected_used + len(numbers) > index.expected_limit:
-        return -2
-    for i in range(len(numbers)):
-        number = np.int64(numbers[i])
-        key = _pair_key(number, p)
-        pair = _pair_at(index.expected, _search_pair(index.expected, index.expected_mask, index.expected_shift, key))
-        if pair.key == 0:
-            pair.key = key
-            pair.value = 0
-            index.expected_used += 1
-        pair.value += 1
-        cell_of(index, number).held += 1
-        word = _word(index, number, p)
-        if i8_at(index.blocks)[word] & _bit(HOST, p) == 0:
-            i8_at(index.blocks)[word] |= _bit(PENDING, p)
-    return -1
-
-
-@compiled
-def unexpect(at, p, numbers):
-    """A request that was to bring blocks to instance p is done with them.
-
-    -1, or the place of a number not expected there; the rest is done all the same.
-    """
-    index = index_at(at, 0)
-    bad = _first_bad(index, numbers, True)
-    if bad >= 0:
-        return bad
-    index.exhausted = 0
-    for i in range(len(numbers) - 1, -1, -1):
-        number = np.int64(numbers[i])
-        place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
-        pair = _pair_at(index.expected, place)
-        if pair.key == 0:
-            bad = i
-            continue
-        pair.value -= 1
-        if pair.value == 0:
-            _vacate_pair(index.expected, index.expected_mask, index.expected_shift, place)
-            index.expected_used -= 1
-            i8_at(index.blocks)[_word(index, number, p)] &= ~(_bit(PENDING, p) | _bit(TRANSIT, p))
-        cell = cell_of(index, number)
-        cell.held -= 1
-        if cell.held == 0:
-            retire(index, number)
-    return bad
-
-
-# --- what is only assumed to be somewhere, for a time ---------------------------------------------------------------
-
-
-@compiled
-def _forget_first(index):
-    """The oldest route: the block is no longer assumed to be there, unless it was routed there again since."""
-    route = _route_at(index.routes, index.route_first & index.route_mask)
-    index.route_first += 1
-    key = _pair_key(np.int64(route.number), np.int64(route.instance))
-    place = _search_pair(index.routed, index.routed_mask, index.routed_shift, key)
-    pair = _pair_at(index.routed, place)
-    if pair.key != 0:
-        if pair.value != route.expires_us:
-            return 0
-        _vacate_pair(index.routed, index.routed_mask, index.routed_shift, place)
-        index.routed_used -= 1
-    cell = cell_of(index, np.int64(route.number))
-    if cell.used != 0 and cell.hash == route.hash and drop(index, np.int64(route.number), route.instance, ROUTED):
-        retire(index, np.int64(route.number))
-        return 1
-    return 0
-
-
-@compiled
-def forget(at, now_us):
-    """Forget what was assumed until `now_us` at the latest; how many blocks."""
-    index = index_at(at, 0)
-    done = 0
-    while (
-        index.route_first < index.route_last
-        and _route_at(index.routes, index.route_first & index.route_mask).expires_us <= now_us
-    ):
-        done += _forget_first(index)
-    return done
-
-
-@compiled
-def route(at, p, hashes, expires_us):
-    """A chain of blocks is assumed to be on instance p until a time; how many got in.
-
-    Where too much is assumed already, the oldest is forgotten before its time.
-    """
-    index = index_at(at, 0)
-    before = np.int64(-1)
-    done = 0
-    for i in range(len(hashes)):
-        before = number_of(index, hashes[i], before)
-        if before < 0:
-            break
-        done += 1
-        put(index, before, p, ROUTED)
-        cell_of(index, before).held += 1  # not to be recycled while the ring makes room
-        if index.route_last - index.route_first > index.route_mask:
-            _forget_first(index)
-        cell_of(index, before).held -= 1
-        put(index, before, p, ROUTED)  # should the ring have forgotten just this one
-        entry = _route_at(index.routes, index.route_last & index.route_mask)
-        index.route_last += 1
-        entry.hash = hashes[i]
-        entry.number = before
-        entry.instance = p
-        entry.expires_us = expires_us
-        key = _pair_key(before, p)
-        pair = _pair_at(index.routed, _search_pair(index.routed, index.routed_mask, index.routed_shift, key))
-        if pair.key == 0:
-            pair.key = key
-            index.routed_used += 1
-        pair.value = expires_us
-    return done
-
-
-# --- the engines' own hashes ----------------------------------------------------------------------------------------
-
-
-@compiled
-def _tag(index, p):
-    """What marks the entries of instance p since it was last cleared."""
-    return (instance_of(index, p).generation << 16) + p + 1
-
-
-@compiled
-def _engine_key(engine, tag):
-    return engine ^ (np.uint64(tag) * np.uint64(0xD6E8FEB86659FD93))
-
-
-@compiled
-def _prefetch_engine(index, engine, tag):
-    prefetch(index.engine + 24 * home(_engine_key(engine, tag), index.engine_shift))
-
-
-@compiled
-def _search_engine(index, engine, tag):
-    at = home(_engine_key(engine, tag), index.engine_shift)
-    while True:
-        entry = _entry(index, at)
-        if entry.tag == 0 or (entry.engine == engine and entry.tag == tag):
-            return at
-        at = (at + 1) & index.engine_mask
-
-
-@compiled
-def _vacate_engine(index, at):
-    mask = index.engine_mask
-    hole = at
-    while True:
-        at = (at + 1) & mask
-        entry = _entry(index, at)
-        if entry.tag == 0:
-            break
-        start = home(_engine_key(entry.engine, np.int64(entry.tag)), index.engine_shift)
-        if ((at - start) & mask) >= ((at - hole) & mask):
-            target = _entry(index, hole)
-            target.engine = entry.engine
-            target.own = entry.own
-            target.number = entry.number
-            target.tag = entry.tag
-            hole = at
-    _entry(index, hole).tag = 0
-    index.engine_used -= 1
-
-
-@compiled
-def _number_of_entry(index, entry):
-    """The number of the block an entry stands for, -1 if it has none any more."""
-    number = np.int64(entry.number)
-    if number >= 0:
-        cell = cell_of(index, number)
-        if cell.used != 0 and cell.hash == entry.own:
-            return number
-    slot = _slot(index, _search(index, entry.own))
-    return np.int64(slot.number) - 1
-
-
-@compiled
-def _resident(index, number, p):
-    return i8_at(index.blocks)[_word(index, number, p)] & _bit(HOST, p) != 0
-
-
-@compiled
-def move_engine(at, old, size, renumbered):
-    """Copy the entries that still say something from an old table to the present, empty one.
-
-    `renumbered` (int64, by old instance; -1: dropped) holds the new instances. An entry says something if its instance
-    was not cleared since and has the block; others are of recycled numbers, and nothing can come of them.
-    """
-    index = index_at(at, 0)
-    index.engine_used = 0
-    for i in range(size):
-        entry = _engine_at(old, i)
-        if entry.tag == 0:
-            continue
-        p = i8_at(renumbered)[(np.int64(entry.tag) & 0xFFFF) - 1]
-        if p < 0:
-            continue
-        tag = _tag(index, p)
-        if tag >> 16 != np.int64(entry.tag) >> 16:
-            continue
-        number = _number_of_entry(index, entry)
-        if number < 0 or not _resident(index, number, p):
-            continue
-        target = _entry(index, _search_engine(index, entry.engine, tag))
-        target.engine = entry.engine
-        target.own = entry.own
-        target.number = number
-        target.tag = tag
-        index.engine_used += 1
-
-
-@compiled
-def remember(index, p, tag, engine, own, number):
-    """Instance p calls a block by the engine's hash. If it called another one so, that one is gone there."""
-    entry = _entry(index, _search_engine(index, engine, tag))
-    if entry.tag == 0:
-        entry.engine = engine
-        entry.tag = tag
-        index.engine_used += 1
-    elif entry.own != own:
-        old = _number_of_entry(index, entry)
-        if old >= 0 and _drop_all(index, old, p) > 0:
-            retire(index, old)
-    entry.own = own
-    entry.number = number
-
-
-@compiled
-def engine_own(index, tag, engine):
-    """(whether the instance is known to call a block by this hash, its own hash, its number or -1)."""
-    entry = _entry(index, _search_engine(index, engine, tag))
-    if entry.tag == 0:
-        return False, np.uint64(0), np.int64(-1)
-    return True, entry.own, _number_of_entry(index, entry)
-
-
-@compiled
-def forget_engine(index, p, tag, engine, medium):
-    """The instance no longer has the block of the engine's hash on a medium; (known, whether it was there)."""
-    at = _search_engine(index, engine, tag)
-    entry = _entry(index, at)
-    if entry.tag == 0:
-        return False, False
-    number = _number_of_entry(index, entry)
-    if number < 0:
-        _vacate_engine(index, at)
-        return True, False
-    dropped = drop(index, number, p, medium)
-    if not _resident(index, number, p):
-        _vacate_engine(index, at)
-    if dropped:
-        retire(index, number)
-    return True, dropped
 
 
 # --- instances come and go ------------------------------------------------------------------------------------------
@@ -898,7 +565,7 @@ def renumber(at, words, instances, blocks, media, places, renumbered):
             q = i8_at(renumbered)[p]
             if q < 0:
                 continue
-            old = _word(index, number, p)
+            old = word_of(index, number, p)
             new = number * words + (q >> 4)
             fresh[new] |= ((i8_at(index.blocks)[old] >> (p & 15)) & 0x0001000100010001) << (q & 15)
             fresh_media[new] |= ((i8_at(index.media)[old] >> (p & 15)) & 0x0001000100010001) << (q & 15)
@@ -923,29 +590,6 @@ def retire_all(at):
         retire(index, number)
 
 
-@compiled
-def unhold_pairs(at, old, size, renumbered):
-    """Blocks expected at instances that are dropped are held once less for each who expected them."""
-    index = index_at(at, 0)
-    for i in range(size):
-        pair = _pair_at(old, i)
-        if pair.key != 0 and i8_at(renumbered)[(pair.key - 1) & 0xFFFF] < 0:
-            cell_of(index, (pair.key - 1) >> 16).held -= pair.value
-
-
-@compiled
-def renumber_routes(at, renumbered):
-    """Renumber the instances in the ring of routes; a dropped one becomes a route of nothing."""
-    index = index_at(at, 0)
-    for i in range(index.route_first, index.route_last):
-        entry = _route_at(index.routes, i & index.route_mask)
-        p = i8_at(renumbered)[np.int64(entry.instance)]
-        entry.instance = max(p, 0)
-        if p < 0:
-            entry.hash = ~entry.hash
-            entry.expires_us = -1
-
-
 # --- snapshots ------------------------------------------------------------------------------------------------------
 
 
@@ -956,7 +600,7 @@ def restore_blocks(at, numbers, hashes, before, media, count):
     for i in range(count):
         number = np.int64(i4_at(numbers)[i])
         own = u8_at(hashes)[i]
-        slot = _slot(index, _search(index, own))
+        slot = slot_of(index, search(index, own))
         cell = cell_of(index, number)
         if slot.number != 0 or cell.used != 0:
             return False
@@ -969,7 +613,7 @@ def restore_blocks(at, numbers, hashes, before, media, count):
             here = i8_at(media)[i * index.words + w]
             for p in range(min(16, index.instances - 16 * w)):
                 for medium in range(MEDIA):
-                    if here & _bit(medium, p) != 0:
+                    if here & bit_of(medium, p) != 0:
                         put(index, number, 16 * w + p, medium)
     for i in range(count):
         above = np.int64(i4_at(before)[i])
@@ -984,13 +628,3 @@ def restore_blocks(at, numbers, hashes, before, media, count):
             i4_at(index.free_list)[index.free] = free
             index.free += 1
     return True
-
-
-@compiled
-def restore_engine(at, engine, own, instances, count):
-    """Enter what the instances call their blocks; there must be room."""
-    index = index_at(at, 0)
-    for i in range(count):
-        p = np.int64(i4_at(instances)[i])
-        number = np.int64(_slot(index, _search(index, u8_at(own)[i])).number) - 1
-        remember(index, p, _tag(index, p), u8_at(engine)[i], u8_at(own)[i], number)

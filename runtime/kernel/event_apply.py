@@ -9,21 +9,8 @@ import numpy as np
 from envs.kernel.compile import compiled
 from envs.kernel.memory import _record_at as record_at
 
-from .block_table import (
-    _prefetch_engine,
-    _tag,
-    clear,
-    drop,
-    engine_own,
-    forget_engine,
-    index_at,
-    instance_of,
-    look_up,
-    number_of,
-    put,
-    remember,
-    retire,
-)
+from .block_table import clear, drop, index_at, instance_of, look_up, number_of, put, retire
+from .engine_hashes import engine_own, forget_engine, prefetch_engine, remember, tag_of
 from .event_scan import CLEARED, REMOVED, STORED, event_at
 from .xxh3 import next_hash, u8_at
 
@@ -50,7 +37,7 @@ _AHEAD = 8
 def _stored(index, work, event, hashes):
     """Blocks are on a medium: their own hashes by tokens, or by what the instance called them before."""
     p = work.instance
-    tag = _tag(index, p)
+    tag = tag_of(index, p)
     medium = np.int64(event.medium)
     tokens = np.int64(event.tokens)
     size = np.int64(event.block_tokens)
@@ -101,7 +88,7 @@ def _stored(index, work, event, hashes):
 def _removed(index, work, event, hashes):
     """Blocks are no longer on a medium. From the end, so that a chain that nothing else keeps goes whole."""
     p = work.instance
-    tag = _tag(index, p)
+    tag = tag_of(index, p)
     medium = np.int64(event.medium)
     for i in range(event.hashes - 1, -1, -1):
         engine = hashes[event.first_hash + i]
@@ -129,7 +116,7 @@ def apply_events(at, first, budget):
     index = index_at(work.index, 0)
     hashes = u8_at(work.hashes_at)
     place = instance_of(index, work.instance)
-    tag = _tag(index, work.instance)
+    tag = tag_of(index, work.instance)
     for e in range(first, work.count):
         event = event_at(work.events_at, e)
         if budget <= 0:
@@ -138,7 +125,7 @@ def apply_events(at, first, budget):
         if e + _AHEAD < work.count:
             later = event_at(work.events_at, e + _AHEAD)
             if later.hashes > 0:
-                _prefetch_engine(index, hashes[later.first_hash], tag)
+                prefetch_engine(index, hashes[later.first_hash], tag)
         group = np.int64(event.group)
         if event.kind == STORED:
             if event.full != 0 and place.group < 0:
@@ -158,6 +145,6 @@ def apply_events(at, first, budget):
             _removed(index, work, event, hashes)
         elif event.kind == CLEARED:
             clear(work.index, work.instance, np.int64(event.medium))
-            tag = _tag(index, work.instance)
+            tag = tag_of(index, work.instance)
             work.cleared += 1
     return work.count

@@ -17,7 +17,15 @@ import zmq
 import zmq.asyncio
 
 from runtime.block_hash import Namespace, extra_key, hash_blocks, namespace
-from runtime.kv_events import EventBatch, EventError, KvEventSubscriber, StreamNamespace, decode, stream_namespace
+from runtime.kv_events import (
+    EventBatch,
+    EventError,
+    KvEventSubscriber,
+    StreamNamespace,
+    decode,
+    prepare,
+    stream_namespace,
+)
 from runtime.prefix_index import Medium, PrefixIndex, Tally
 
 from .reference_prefix_index import check
@@ -29,11 +37,7 @@ SIZE = 4
 @pytest.fixture(scope="module", autouse=True)
 def compiled() -> None:
     """Nothing is compiled while a test watches the clock."""
-    index = new_index()
-    apply(index, [stored_array([1], tokens_of(1)), ["AllBlocksCleared"]])
-    known(index, THREE)
-    index.clear(0)
-    index.store(0, Medium.GPU, hash_blocks(THREE, SIZE))
+    prepare()
 
 
 def new_index(capacity: int = 1000, instances: int = 3) -> PrefixIndex:
@@ -666,6 +670,36 @@ async def test_another_process_at_the_same_place() -> None:
         assert known(index, tokens_of(1)) == 0
         assert index.host_used[0] == 2
         other.close()
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_warm_restart(same: bool) -> None:
+    """A new subscriber goes on where another was; it sees if the publisher is another one now."""
+
+    async def test() -> None:
+        publisher, index = Publisher(), new_index()
+        async with following(publisher, index) as subscriber:
+            await publisher.publish(block(0))
+            await caught_up(publisher, subscriber)
+            last, mark = subscriber.last_seq, subscriber.last_mark
+        if not same:
+            publisher.buffer = deque((seq, pack([2.0, [block(30 + seq)]])) for seq in range(last + 1))
+        await publisher.publish(block(1, 1) if same else block(90))
+        copy = new_index()
+        copy.restore(index.snapshot())
+        context = zmq.asyncio.Context()
+        other = KvEventSubscriber(copy, 0, publisher.endpoint, publisher.replay_endpoint, context=context)
+        other.resume(last, mark)
+        asked = len(publisher.asked)
+        async with other:
+            await caught_up(publisher, other)
+        assert publisher.asked[asked:] == ([last] if same else [last, 0])
+        assert other.restarts == (not same)
+        assert known(copy, tokens_of(2)) == (2 if same else 0)
+        publisher.close()
+        context.destroy(0)
+
+    asyncio.run(asyncio.wait_for(test(), 15))
 
 
 @run

@@ -1,0 +1,221 @@
+"""Blocks that requests will bring, and blocks that are only assumed to be somewhere: tables of (number, instance)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from envs.kernel.compile import compiled
+from envs.kernel.memory import _record_at as record_at
+from envs.kernel.memory import i8_at
+from envs.state import HOST, PENDING, TRANSIT
+
+from .block_table import ROUTED, bit_of, cell_of, drop, first_bad, home, index_at, number_of, put, retire, word_of
+
+PAIR = np.dtype([("key", "i8"), ("value", "i8")])  # key 0 is an empty pair
+ROUTE = np.dtype([("hash", "u8"), ("number", "i4"), ("instance", "i4"), ("expires_us", "i8")])
+_pair_at: Any = record_at(PAIR)
+_route_at: Any = record_at(ROUTE)
+
+
+@compiled
+def _pair_key(number, p):
+    return (number << 16) + p + 1
+
+
+@compiled
+def _search_pair(table, mask, shift, key):
+    at = home(np.uint64(key), shift)
+    while True:
+        pair = _pair_at(table, at)
+        if pair.key == 0 or pair.key == key:
+            return at
+        at = (at + 1) & mask
+
+
+@compiled
+def _vacate_pair(table, mask, shift, at):
+    hole = at
+    while True:
+        at = (at + 1) & mask
+        pair = _pair_at(table, at)
+        if pair.key == 0:
+            break
+        if ((at - home(np.uint64(pair.key), shift)) & mask) >= ((at - hole) & mask):
+            target = _pair_at(table, hole)
+            target.key = pair.key
+            target.value = pair.value
+            hole = at
+    _pair_at(table, hole).key = 0
+
+
+@compiled
+def move_pairs(old, size, table, mask, shift, renumbered):
+    """Copy pairs to an empty table, with instances renumbered (int64; -1: dropped); how many there are now."""
+    kept = 0
+    for i in range(size):
+        pair = _pair_at(old, i)
+        if pair.key == 0:
+            continue
+        p = i8_at(renumbered)[(pair.key - 1) & 0xFFFF]
+        if p < 0:
+            continue
+        key = _pair_key((pair.key - 1) >> 16, p)
+        target = _pair_at(table, _search_pair(table, mask, shift, key))
+        target.key = key
+        target.value = pair.value
+        kept += 1
+    return kept
+
+
+@compiled
+def expect(at, p, numbers):
+    """A request will bring blocks to instance p: they are held, and pending where not resident.
+
+    -1, or the place of a number not in use, and nothing is done; -2 if the table of pairs must grow first.
+    """
+    index = index_at(at, 0)
+    bad = first_bad(index, numbers, False)
+    if bad >= 0:
+        return bad
+    if index.expected_used + len(numbers) > index.expected_limit:
+        return -2
+    for i in range(len(numbers)):
+        number = np.int64(numbers[i])
+        key = _pair_key(number, p)
+        pair = _pair_at(index.expected, _search_pair(index.expected, index.expected_mask, index.expected_shift, key))
+        if pair.key == 0:
+            pair.key = key
+            pair.value = 0
+            index.expected_used += 1
+        pair.value += 1
+        cell_of(index, number).held += 1
+        word = word_of(index, number, p)
+        if i8_at(index.blocks)[word] & bit_of(HOST, p) == 0:
+            i8_at(index.blocks)[word] |= bit_of(PENDING, p)
+    return -1
+
+
+@compiled
+def unexpect(at, p, numbers):
+    """A request that was to bring blocks to instance p is done with them.
+
+    -1, or the place of a number not expected there; the rest is done all the same.
+    """
+    index = index_at(at, 0)
+    bad = first_bad(index, numbers, True)
+    if bad >= 0:
+        return bad
+    index.exhausted = 0
+    for i in range(len(numbers) - 1, -1, -1):
+        number = np.int64(numbers[i])
+        place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
+        pair = _pair_at(index.expected, place)
+        if pair.key == 0:
+            bad = i
+            continue
+        pair.value -= 1
+        if pair.value == 0:
+            _vacate_pair(index.expected, index.expected_mask, index.expected_shift, place)
+            index.expected_used -= 1
+            i8_at(index.blocks)[word_of(index, number, p)] &= ~(bit_of(PENDING, p) | bit_of(TRANSIT, p))
+        cell = cell_of(index, number)
+        cell.held -= 1
+        if cell.held == 0:
+            retire(index, number)
+    return bad
+
+
+# --- what is only assumed to be somewhere, for a time ---------------------------------------------------------------
+
+
+@compiled
+def _forget_first(index):
+    """The oldest route: the block is no longer assumed to be there, unless it was routed there again since."""
+    route = _route_at(index.routes, index.route_first & index.route_mask)
+    index.route_first += 1
+    key = _pair_key(np.int64(route.number), np.int64(route.instance))
+    place = _search_pair(index.routed, index.routed_mask, index.routed_shift, key)
+    pair = _pair_at(index.routed, place)
+    if pair.key != 0:
+        if pair.value != route.expires_us:
+            return 0
+        _vacate_pair(index.routed, index.routed_mask, index.routed_shift, place)
+        index.routed_used -= 1
+    cell = cell_of(index, np.int64(route.number))
+    if cell.used != 0 and cell.hash == route.hash and drop(index, np.int64(route.number), route.instance, ROUTED):
+        retire(index, np.int64(route.number))
+        return 1
+    return 0
+
+
+@compiled
+def forget(at, now_us):
+    """Forget what was assumed until `now_us` at the latest; how many blocks."""
+    index = index_at(at, 0)
+    done = 0
+    while (
+        index.route_first < index.route_last
+        and _route_at(index.routes, index.route_first & index.route_mask).expires_us <= now_us
+    ):
+        done += _forget_first(index)
+    return done
+
+
+@compiled
+def route(at, p, hashes, expires_us):
+    """A chain of blocks is assumed to be on instance p until a time; how many got in.
+
+    Where too much is assumed already, the oldest is forgotten before its time.
+    """
+    index = index_at(at, 0)
+    before = np.int64(-1)
+    done = 0
+    for i in range(len(hashes)):
+        before = number_of(index, hashes[i], before)
+        if before < 0:
+            break
+        done += 1
+        put(index, before, p, ROUTED)
+        cell_of(index, before).held += 1  # not to be recycled while the ring makes room
+        if index.route_last - index.route_first > index.route_mask:
+            _forget_first(index)
+        cell_of(index, before).held -= 1
+        put(index, before, p, ROUTED)  # should the ring have forgotten just this one
+        entry = _route_at(index.routes, index.route_last & index.route_mask)
+        index.route_last += 1
+        entry.hash = hashes[i]
+        entry.number = before
+        entry.instance = p
+        entry.expires_us = expires_us
+        key = _pair_key(before, p)
+        pair = _pair_at(index.routed, _search_pair(index.routed, index.routed_mask, index.routed_shift, key))
+        if pair.key == 0:
+            pair.key = key
+            index.routed_used += 1
+        pair.value = expires_us
+    return done
+
+
+@compiled
+def unhold_pairs(at, old, size, renumbered):
+    """Blocks expected at instances that are dropped are held once less for each who expected them."""
+    index = index_at(at, 0)
+    for i in range(size):
+        pair = _pair_at(old, i)
+        if pair.key != 0 and i8_at(renumbered)[(pair.key - 1) & 0xFFFF] < 0:
+            cell_of(index, (pair.key - 1) >> 16).held -= pair.value
+
+
+@compiled
+def renumber_routes(at, renumbered):
+    """Renumber the instances in the ring of routes; a dropped one becomes a route of nothing."""
+    index = index_at(at, 0)
+    for i in range(index.route_first, index.route_last):
+        entry = _route_at(index.routes, i & index.route_mask)
+        p = i8_at(renumbered)[np.int64(entry.instance)]
+        entry.instance = max(p, 0)
+        if p < 0:
+            entry.hash = ~entry.hash
+            entry.expires_us = -1
