@@ -19,6 +19,7 @@ Shapes: B observations, P prefill and D decode instances, H hidden units.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -169,6 +170,11 @@ def _squash(x: Tensor) -> Tensor:
     return (x.sign() * x.abs().log1p()).clamp(-LARGEST_SCALED, LARGEST_SCALED)
 
 
+def _squash_positive(x: Tensor) -> Tensor:
+    """The same, for what is never negative, in half the operations."""
+    return x.clamp(0.0, math.expm1(LARGEST_SCALED)).log1p()
+
+
 def _multiple(slos: Tensor) -> Tensor:
     """Times in SLOs: linear up to 2, logarithmic beyond, which keeps their order."""
     return slos.clamp(0.0, 2.0) + torch.log(slos.clamp(min=2.0) / 2.0)
@@ -200,8 +206,8 @@ def scale(tables: Tables) -> Scaled:
     decode = decode @ on_device(_DECODE_COLUMNS) + inputs
     decode = decode / (of_decode + capacity * on_device(_OVER_CAPACITY))
     return Scaled(
-        _squash(context)[:, 0],
-        _squash(prefill),
+        _squash_positive(context)[:, 0],
+        _squash_positive(prefill),
         _squash(decode),
         _multiple(prefill @ on_device(_TTFT)),
         _multiple(decode @ on_device(_TBT)),
@@ -218,18 +224,20 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor) -> Prior:
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
     """
-    of_prefill = -TTFT_WEIGHT * x.ttft
-    of_decode = -TBT_WEIGHT * x.tbt - NO_ROOM * x.no_room
-    best_prefill = (of_prefill + _off(sources)).amax((1, 2), keepdim=True)
-    best_decode, instance = (of_decode + _off(decode_up)).max(1, keepdim=True)
-    ttft, tbt = best_prefill / -TTFT_WEIGHT, x.tbt.gather(1, instance)
-    reject = (REJECT_WEIGHT * (torch.maximum(ttft, tbt) - 1.0)).clamp(-MOST_REJECT, MOST_REJECT)
-    return Prior(reject, of_prefill - best_prefill, of_decode - best_decode)
+    of_prefill = TTFT_WEIGHT * x.ttft
+    of_decode = TBT_WEIGHT * x.tbt + NO_ROOM * x.no_room
+    least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
+    least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
+    worse = torch.maximum(
+        least_prefill * (REJECT_WEIGHT / TTFT_WEIGHT), x.tbt.gather(1, instance) * REJECT_WEIGHT
+    )
+    reject = (worse - REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
+    return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
 
 
 def _off(valid: Tensor) -> Tensor:
-    """1 and 0 -> 0 and MASKED, to be added."""
-    return valid * -MASKED + MASKED
+    """1 and 0 -> 0 and -MASKED, to be added to what is minimised."""
+    return valid * MASKED - MASKED
 
 
 def split_masks(masks: Tensor | None, prefills: int, decodes: int, batch: int) -> Tensor:
@@ -295,8 +303,9 @@ class SetScorer(nn.Module):
         pool = torch.relu_(self.pool(torch.cat([*pools, x.context], 1)))
         p = torch.relu_(self.prefill_score(p) + self.prefill_pool(pool)[:, None])
         d = torch.relu_(self.decode_score(d) + self.decode_pool(pool)[:, None])
-        of_prefill = base.prefill + self.prefill_head(p)  # [B, P, 3]
-        of_decode = base.decode + self.decode_head(d)  # [B, D, 1]
+        bias = self.prefill_head.bias + self.decode_head.bias
+        of_prefill = functional.linear(p, self.prefill_head.weight) + (base.prefill + bias)
+        of_decode = functional.linear(d, self.decode_head.weight) + base.decode
         pairs = of_prefill[:, :, None] + of_decode[:, None]
         pairs = torch.where(allowed, pairs, MASKED)
         reject = base.reject[:, 0] + self.reject_head(pool)
