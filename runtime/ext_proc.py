@@ -112,8 +112,8 @@ class Options:
     Args:
         observe_responses: keep streams open for the response, to report what became of requests. Envoy must be
             configured to send response headers. Costs a message for every chunk of a response that is sent.
-        response_bodies: of observed responses, look at the bodies too. Without, Envoy is asked to send the headers
-            only (see `_Stream.ask_for_less`), and the end of a response stays unknown.
+        response_bodies: of observed responses, look at the bodies too, where Envoy is configured to send them. Else
+            it is asked to send the headers only (see `_Stream.ask_for_less`), and the end of a response is unknown.
         fallbacks: how many further endpoints may follow the first. 0, as an ORIGINAL_DST cluster of Envoy takes one
             address and answers 503 to a list; deploy/envoy.yaml has a cluster that takes lists.
         max_body_bytes: larger request bodies are answered with 413.
@@ -124,7 +124,7 @@ class Options:
     """
 
     observe_responses: bool = False
-    response_bodies: bool = False
+    response_bodies: bool = True
     fallbacks: int = 0
     max_body_bytes: int = 16 << 20
     max_streams: int = 4096
@@ -358,6 +358,11 @@ class _Stream:
         self.since = time.perf_counter()
         return chunks[0] if len(chunks) == 1 else b"".join(chunks), True, False
 
+    @property
+    def sees_the_end(self) -> bool:
+        """Of a response, if it is observed at all."""
+        return self.options.response_bodies and self.response_mode != _MODE.NONE
+
     def make_room(self, size: int) -> None:
         """For so many bytes more."""
         self.buffered_bytes += size
@@ -431,7 +436,7 @@ class _Stream:
             tenant=headers.get("x-llm-d-inference-fairness-id") or headers.get("x-gateway-inference-fairness-id") or "",
             priority=self.priority(),
             candidates=self.candidates,
-            reported=self.options.observe_responses and self.options.response_bodies,
+            reported=self.options.observe_responses and self.sees_the_end,
         )
         if asked is not None:
             made.input_tokens = asked.input_tokens
@@ -660,7 +665,7 @@ class _Response:
         if self.refused or not self.seen:  # nothing is generated; the client went away before anything was
             self.stream.scheduler.release(self.stream.reservation)
             return
-        if not self.stream.options.response_bodies:
+        if not self.stream.sees_the_end:
             return
         tokens = self.events - self.tail.count(b"data: [DONE]") if self.events else None
         for found in _TOKENS_IN_USAGE.finditer(self.tail):

@@ -41,7 +41,7 @@ def failures(results: list[dict[str, Any]]) -> dict[str, str]:
 
 @pytest.mark.parametrize("observe", [False, True])
 async def test_ours_conforms(observe: bool) -> None:
-    options = Options(observe_responses=observe, response_bodies=observe, fallbacks=2)
+    options = Options(observe_responses=observe, fallbacks=2)
     async with Picker(conductor(PLACES, "conductor+slo"), options) as picker:
         reflection.enable_server_reflection((SERVICE,), picker._server)
         results = await try_cases(Target(picker.address, provoke=True))

@@ -518,7 +518,7 @@ async def ask_and_hear(target: Target, messages: list[Any], headers: dict[str, s
 
 async def test_observed_events() -> None:
     scheduler = Scripted()
-    async with asking(scheduler, Options(observe_responses=True, response_bodies=True)) as (picker, target):
+    async with asking(scheduler, Options(observe_responses=True)) as (picker, target):
         parts = [b'data: {"a": 1}\n\n', b'data: {"a": 2}\n\ndata: {"a": 3}\n\n', b"data: [DONE]\n\n"]
         messages = [response_headers_message({":status": "200"}, served=PLACES[2])]
         messages += [response_body_message(part, end=i == 2) for i, part in enumerate(parts)]
@@ -535,7 +535,7 @@ async def test_observed_events() -> None:
 
 async def test_observed_usage() -> None:
     scheduler = Scripted()
-    async with asking(scheduler, Options(observe_responses=True, response_bodies=True)) as (_, target):
+    async with asking(scheduler, Options(observe_responses=True)) as (_, target):
         messages = [
             response_headers_message({":status": "200"}),
             response_body_message(b'{"choices": [], "usage": {"completion_tokens": 12}}', end=True),
@@ -558,8 +558,23 @@ async def test_observed_refusals_and_cuts() -> None:
     assert scheduler.told == [("release", "refused"), ("release", "cut")]
 
 
+async def test_headers_alone_do_not_tell_the_end() -> None:
+    scheduler = Scripted()
+    async with asking(scheduler, Options(observe_responses=True)) as (_, target):
+        stream = target.open()
+        message = headers_in(MODE.FULL_DUPLEX_STREAMED, {"x-request-id": "r"}, response=MODE.NONE)
+        await stream.request([message, body_message(ASKED, end=True)], has_body=True)
+        await stream.send(response_headers_message({":status": "200"}, served=PLACES[0]))
+        await stream.receive()
+        await stream.close()
+        assert await stream.receive() is None
+    assert not scheduler.requests[0].reported
+    assert scheduler.told == [("served", "r", PLACES[0])]
+
+
 async def test_bodies_can_be_asked_not_to_come() -> None:
-    async with asking(Scripted(), Options(observe_responses=True)) as (_, target):
+    options = Options(observe_responses=True, response_bodies=False)
+    async with asking(Scripted(), options) as (_, target):
         stream = target.open()
         await stream.send(headers_in(MODE.BUFFERED, response=MODE.STREAMED))
         message = await stream.receive()
@@ -681,7 +696,7 @@ def mutated(rng: random.Random) -> bytes:
 async def test_fuzz(observe: bool) -> None:
     """5,000 messages, mutated and in any order, on 500 streams each way: the server lives, and keeps nothing."""
     rng = random.Random(int(observe))
-    options = Options(observe_responses=observe, response_bodies=observe)
+    options = Options(observe_responses=observe)
     async with asking(conductor(PLACES), options) as (picker, target):
 
         async def abuse(seed: int) -> None:
