@@ -327,7 +327,8 @@ class KvEventSubscriber:
                 raise
             except Exception:  # whatever it is, the sidecar goes on; nothing is known of the worker meanwhile
                 log.exception("KV events of %s: following failed, trying again in %.1f s", self.name, wait_s)
-                self._forget()
+                with contextlib.suppress(ValueError):  # the instance may be gone from the index
+                    self._forget()
                 self.last_seq = -1
             finally:
                 self._disconnect()
@@ -488,8 +489,9 @@ class KvEventSubscriber:
             log.warning("KV events of %s: no replay (%s)", self.name, error or "no answer in time")
             return False
         finally:
-            self._sockets.remove(socket)
             socket.close(0)
+            if socket in self._sockets:
+                self._sockets.remove(socket)
 
     # --- one batch ---
 
