@@ -115,11 +115,21 @@ def learned_us() -> dict[str, float] | None:
     """As `decision_us` with a network of the usual size, exported; None where torch is not installed."""
     if importlib.util.find_spec("torch") is None or importlib.util.find_spec("onnxscript") is None:
         return None
-    from policies.artifact import untrained
+    from policies.artifact import FORMAT, to_onnx
+    from policies.networks import SetScorer
+    from policies.run_folder import NETWORK, observation_schema
 
+    hidden = 48
+    about = {
+        "format": FORMAT,
+        "name": "untrained",
+        "network": {"kind": NETWORK, "hidden": hidden},
+        "recheck": True,
+        "observation": observation_schema(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.onnx"
-        path.write_bytes(untrained())
+        path.write_bytes(to_onnx(SetScorer(hidden).eval(), about))
         return decision_us(str(path))
 
 

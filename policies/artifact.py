@@ -232,6 +232,9 @@ class OnnxPolicy:
         PolicyError: ONNX Runtime is missing, or refuses the graph.
     """
 
+    bounded = True
+    """It always ends, in about the same time: a server need not have a thread for it."""
+
     def __init__(self, data: bytes, name: str, about: Mapping[str, Any]) -> None:
         self.name = name
         self.about = about
