@@ -275,8 +275,6 @@ class _Stream:
         elif self.mode == _MODE.FULL_DUPLEX_STREAMED:
             body, whole, trailers = await self.read_body()
             if self.responded:
-                self.last = _continue("response_headers")
-                self.processor.outcomes["cancelled"] += 1
                 return
             await self.write(self.decision(path, body, whole, "request_headers"))
             await self.send_body(body, end=not trailers)
@@ -286,7 +284,13 @@ class _Stream:
             first = _continue("request_headers")
             self.ask_for_less(first)
             await self.write(first)
-            message = await self.read_kind("request_body")
+            message = await self.read()
+            kind = message.WhichOneof("request")
+            if kind == "response_headers":
+                self.give_up()
+                return
+            if kind != "request_body":
+                raise _ProtocolError(f"expected request_body, found {kind or 'none'}")
             self.since = time.perf_counter()
             self.read_metadata(message)
             body = message.request_body.body
@@ -296,6 +300,12 @@ class _Stream:
             await self.end(self.decision(path, body, whole, "request_body"))
         else:
             raise _ProtocolError(f"request_body_mode {self.mode} is not supported")
+
+    def give_up(self) -> None:
+        """Envoy has answered by itself, before the request was there."""
+        self.responded = True
+        self.last = _continue("response_headers")
+        self.processor.outcomes["cancelled"] += 1
 
     async def end(self, message: Any) -> None:
         """Send the last message of the answer to a request.
@@ -351,7 +361,7 @@ class _Stream:
                 self.since = time.perf_counter()
                 return b"".join(chunks), True, True
             elif kind == "response_headers":  # Envoy itself has answered, e.g. because the client was too slow
-                self.responded = True
+                self.give_up()
                 return b"", False, False
             else:
                 raise _ProtocolError(f"expected request_body or request_trailers, found {kind or 'none'}")
@@ -572,13 +582,6 @@ class _Stream:
             raise _ProtocolError("not a ProcessingRequest")
         return message
 
-    async def read_kind(self, wanted: str) -> Any:
-        message = await self.read()
-        kind = message.WhichOneof("request")
-        if kind != wanted:
-            raise _ProtocolError(f"expected {wanted}, found {kind or 'none'}")
-        return message
-
     async def write(self, message: Any) -> None:
         """Send a message.
 
@@ -636,6 +639,8 @@ class _Response:
             return answer
         elif kind == "response_trailers":
             self.ended = True
+            return _continue(kind)
+        elif kind == "request_trailers":  # after a body that was buffered
             return _continue(kind)
         raise _ProtocolError(f"expected a part of the response, found {kind or 'none'}")
 

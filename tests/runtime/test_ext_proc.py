@@ -369,6 +369,23 @@ async def test_buffered(mode: int) -> None:
     assert scheduler.requests[0].tokens is not None
 
 
+async def test_trailers_after_a_buffered_body() -> None:
+    scheduler = Scripted()
+    async with asking(scheduler, Options(observe_responses=True)) as (_, target):
+        stream = target.open()
+        await stream.send(headers_in(MODE.BUFFERED, response=MODE.BUFFERED))
+        await stream.receive()
+        messages = [body_message(ASKED, end=False), trailers_message({"x": "y"})]
+        messages += [response_headers_message({":status": "200"}), response_body_message(b"{}", end=True)]
+        for message in messages:
+            await stream.send(message)
+            await stream.receive()
+        assert await stream.receive() is None
+    kinds = ["request_headers", "request_body", "request_trailers", "response_headers", "response_body"]
+    assert stream.answer.order == kinds and stream.answer.status == grpc.StatusCode.OK
+    assert scheduler.requests[0].tokens is not None and scheduler.told[0][0] == "finished"
+
+
 async def test_cut_body_counts_by_its_length() -> None:
     scheduler = Scripted()
     async with asking(scheduler) as (_, target):
@@ -413,13 +430,17 @@ async def test_pieces_are_as_large_as_may_be() -> None:
     assert sizes[:-1] == [CHUNK_BYTES] * (len(sizes) - 1) and len(sizes) == -(-len(body) // CHUNK_BYTES)
 
 
-async def test_envoy_answers_itself() -> None:
+@pytest.mark.parametrize("mode", [MODE.FULL_DUPLEX_STREAMED, MODE.BUFFERED])
+async def test_envoy_answers_itself(mode: int) -> None:
     """A local reply of Envoy, e.g. a timeout, comes as response headers while the body is still missing."""
     scheduler = Scripted()
     async with asking(scheduler) as (picker, target):
         stream = target.open()
-        await stream.send(headers_message())
-        await stream.send(body_message(b"{", end=False))
+        await stream.send(headers_in(mode))
+        if mode == MODE.BUFFERED:
+            await stream.receive()
+        else:
+            await stream.send(body_message(b"{", end=False))
         await stream.send(response_headers_message({":status": "408"}))
         message = await stream.receive()
         assert message is not None and message.WhichOneof("response") == "response_headers"
