@@ -57,7 +57,11 @@ def serve(
         float, typer.Option(min=0.1, help="A reservation ends by itself after so long without report")
     ] = 120.0,
     log: Annotated[str, typer.Option(help="Folder for the decision log (Parquet)")] = "",
+    log_keep_gib: Annotated[
+        float, typer.Option(min=0.0, help="Size above which the log's oldest segments go; 0 keeps all")
+    ] = 0.0,
     snapshot: Annotated[str, typer.Option(help="File that keeps the prefix index over restarts")] = "",
+    snapshot_every_s: Annotated[float, typer.Option(min=0.1, help="How often that file is written")] = 30.0,
     peer: Annotated[str, typer.Option(help="HOST:PORT of another sidecar to start warm from")] = "",
     calibrate: Annotated[bool, typer.Option(help="Fit each worker's latency from what is reported")] = True,
     blocks: Annotated[int, typer.Option(min=1024, help="Distinct KV blocks to remember")] = 1 << 20,

@@ -126,6 +126,7 @@ def learned_us() -> dict[str, float] | None:
         "network": {"kind": NETWORK, "hidden": hidden},
         "recheck": True,
         "observation": observation_schema(),
+        "training": {},
     }
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "policy.onnx"

@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 
 FALLBACKS = 2  # other pairs named in an answer
 LONGEST_PROMPT = 1 << 24  # tokens
+LONGEST_NAME = 256  # characters of what is remembered of a request: its id, its tenant
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 EXPLANATION_BYTES = 64 << 20  # of explanations kept
 
@@ -81,15 +82,14 @@ class Explained:
     """A decision kept for `explain`."""
 
     data: bytes  # of the observation
-    prefills: int
-    decodes: int
+    cluster: LiveCluster
     answer: Assignment | Rejection
     action: int
 
     @property
     def observation(self) -> Observation:
         """What was decided on."""
-        return observation_of(self.data, self.prefills, self.decodes)
+        return observation_of(self.data, self.cluster.spec.n_prefill, self.cluster.spec.n_decode)
 
 
 class Conductor:
@@ -141,6 +141,7 @@ class Conductor:
         self.canary = Guard(canary, deadline_s=deadline_s, seed=seed) if canary else None
         self.canary_share = canary_share if canary else 0.0
         self.draining = False
+        self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant that the workers' KV events were registered under
         self.on_made: list[Callable[[Made], None]] = []
         self.on_ended: list[Callable[[Reservation], None]] = []
         self._random = random.Random(seed)
@@ -160,14 +161,13 @@ class Conductor:
         started = time.perf_counter()
         state = self.state
         now_s = self.clock.now(request.arrival_s)
+        state.advance(now_s)
         input_tokens, known, hashes = self._prompt(request)
         if request.request_id in state.reservations:
             raise RequestError(f"request_id {request.request_id!r} is in flight already")
         refusal = self._refusal(request, input_tokens)
         if refusal is not None:
-            made = Made(request, refusal, None, 0, 1.0, now_s, time.perf_counter() - started, hashes, None)
-            for listener in self.on_made:
-                listener(made)
+            self._tell(Made(request, refusal, None, 0, 1.0, now_s, time.perf_counter() - started, hashes, None))
             return refusal
         candidates = self._candidates(request)
         by_priority, by_share = self.shares.headroom(request.tenant, request.priority, now_s)
@@ -208,9 +208,16 @@ class Conductor:
             made.shadow_action = self._alone(self.shadow, observation)
         self._keep(request.request_id, observation, answer, action)
         made.seconds = time.perf_counter() - started
-        for listener in self.on_made:
-            listener(made)
+        self._tell(made)
         return answer
+
+    def _tell(self, made: Made) -> None:
+        """Those who listen; what goes wrong with them is not the request's affair."""
+        for listener in self.on_made:
+            try:
+                listener(made)
+            except Exception:
+                log.exception("a decision could not be counted or logged")
 
     def _prompt(self, request: Request) -> tuple[int, NDArray[np.int32], NDArray[np.uint64]]:
         """Length, numbers of the leading blocks that are known, hashes of all."""
@@ -218,6 +225,10 @@ class Conductor:
         n = len(tokens) if tokens is not None else request.input_tokens
         if not 1 <= n <= LONGEST_PROMPT:
             raise RequestError(f"input_tokens: expected 1 .. {LONGEST_PROMPT}, found {n}")
+        for name in ("request_id", "tenant"):
+            length = len(getattr(request, name))
+            if length > LONGEST_NAME:
+                raise RequestError(f"{name}: expected at most {LONGEST_NAME} characters, found {length}")
         if request.lease_s is not None and not 0 < request.lease_s < math.inf:
             raise RequestError(f"lease_s: expected seconds above 0, found {request.lease_s}")
         for name in ("ttft_slo_s", "tbt_slo_s"):
@@ -225,7 +236,10 @@ class Conductor:
             if slo is not None and not 0 < slo < math.inf:
                 raise RequestError(f"{name}: expected seconds above 0, found {slo}")
         if tokens is not None:
-            within = namespace(lora_name=request.lora_name, salt=request.namespace, cache_salt=request.cache_salt)
+            model, salt, tenant = self.cached_under
+            within = namespace(
+                model, request.lora_name, salt=request.namespace or salt, tenant=tenant, cache_salt=request.cache_salt
+            )
             return n, *self.state.index.find_tokens(tokens, within)
         if hashes is None:
             return n, NO_BLOCKS, NO_HASHES
@@ -435,15 +449,16 @@ class Conductor:
 
     def _ended(self, reservation: Reservation) -> None:
         for listener in self.on_ended:
-            listener(reservation)
+            try:
+                listener(reservation)
+            except Exception:
+                log.exception("the end of a reservation could not be counted or logged")
 
     # --- explaining --------------------------------------------------------------------------------------------------
 
     def _keep(self, request_id: str, observation: Observation, answer: Assignment | Rejection, action: int) -> None:
         data = self.state.observer.observation_bytes()
-        self._explained[request_id] = Explained(
-            data, observation.prefill.shape[1], observation.decode.shape[1], answer, action
-        )
+        self._explained[request_id] = Explained(data, self.state.cluster, answer, action)
         if len(self._explained) > min(4096, EXPLANATION_BYTES // len(data)):
             self._explained.popitem(last=False)
 
@@ -465,6 +480,8 @@ class Conductor:
             SpecError: the cluster it would make cannot be.
         """
         workers = list(self.workers)
+        if worker in workers:
+            return False
         for i, known in enumerate(workers):
             if known.id == worker.id:
                 workers[i] = worker
@@ -495,13 +512,28 @@ class Conductor:
         """
         self.state.advance(self.clock.now())
         self.state.change_cluster(cluster)
-        self._warm_up()
+        self._enter_cluster()
+        for role in ("policy", "fallback", "shadow", "canary"):
+            guard = getattr(self, role)
+            if guard is not None and guard.inline:
+                try:
+                    self._try(role, guard)
+                except PolicyError as error:
+                    log.warning("%s, with the workers there are now", error)
 
     def change_policies(self, names: Mapping[str, str], canary_share: float | None = None) -> None:
         """Go over to other policies, all or none: keys policy, fallback, shadow, canary.
 
         Raises:
             PolicyError: one of them cannot be loaded or does not decide; nothing has changed then.
+        """
+        self.use_policies(self.load_policies(names), canary_share)
+
+    def load_policies(self, names: Mapping[str, str]) -> dict[str, Guard | None]:
+        """Policies for `use_policies`, by role; they have decided once. May run in a thread: it can take long.
+
+        Raises:
+            PolicyError: one of them cannot be loaded or does not decide.
         """
         made: dict[str, Guard | None] = {}
         for role, name in names.items():
@@ -515,6 +547,10 @@ class Conductor:
             raise PolicyError(f"fallback {fallback.name!r} must be a heuristic by name")
         for role, guard in made.items():
             self._try(role, guard)
+        return made
+
+    def use_policies(self, made: Mapping[str, Guard | None], canary_share: float | None = None) -> None:
+        """Go over to policies that were loaded."""
         for role, guard in made.items():
             old = getattr(self, role)
             setattr(self, role, guard)
@@ -535,17 +571,20 @@ class Conductor:
             guard.decide(observation)
         except PolicyFailure as failure:
             raise PolicyError(f"{role} {failure}") from failure
-        guard.deadline_s = deadline_s
+        finally:
+            guard.deadline_s = deadline_s
         guard.policy.reset(1, self.seed)
+
+    def _enter_cluster(self) -> None:
+        """What is compiled for the tables there are now."""
+        self._alternatives = entry_point(alternatives, self.state.observer.observation_header, 0, 0, self._pairs)
 
     def _warm_up(self) -> None:
         """Compile and load what the first request would otherwise wait for."""
         for role in ("policy", "fallback", "shadow", "canary"):
             self._try(role, getattr(self, role))
+        self._enter_cluster()
         state = self.state
-        self._alternatives = entry_point(alternatives, state.observer.observation_header, 0, 0, self._pairs)
-        if state.clock["arrived"]:
-            return
         clock = state.observer.state.clock.copy()
         listeners, self.on_made, self.on_ended = (self.on_made, self.on_ended), [], []
         for name in ("first", "second"):

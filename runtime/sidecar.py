@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,16 +26,16 @@ from .calibration import Calibration, CalibrationError
 from .conductor import Clock, Conductor, Made
 from .decision_log import DecisionLog, Ended, LogRow
 from .fairness import TenantShares
-from .indexer import add_routes, stream_of
-from .kv_events import KvEventSubscriber
+from .indexer import MODEL, SALT, TENANT, add_routes, stream_of
+from .kv_events import KvEventSubscriber, prepare
 from .live_state import Reservation
 from .metrics import Pulled, SidecarMetrics, WorkerGauges, start_http
 from .proto import conductor_pb2, conductor_pb2_grpc
 from .request import Assignment, Rejection
 from .server import ConductorService
-from .snapshot import SnapshotError, dump, fetch, read, restore, write
+from .snapshot import Cursor, SnapshotError, capture, encode, fetch, read, restore, write
 from .telemetry import EngineMetrics, Scraper
-from .workers import Role, Worker, load_live_cluster
+from .workers import LiveCluster, Role, Worker, load_live_cluster, resized
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,7 @@ class Options:
     in_flight: int = 1 << 16
     tenants: dict[str, float] = field(default_factory=dict)
     log: str = ""
+    log_keep_gib: float = 0.0
     snapshot: str = ""
     snapshot_every_s: float = 30.0
     peer: str = ""
@@ -125,7 +127,7 @@ def host_and_port(name: str, address: str) -> tuple[str, int]:
         ConfigError: it is none.
     """
     host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
+    if not colon or not host or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"--{name.replace('_', '-')}: expected HOST:PORT, found {address!r}")
     return host.strip("[]"), int(port)
 
@@ -146,17 +148,22 @@ class Sidecar:
         for name in ("grpc", "ext_proc", "metrics", "indexer"):
             if getattr(options, name):
                 host_and_port(name, getattr(options, name))
+        if options.peer:
+            host_and_port("peer", options.peer)
         if bool(options.tls_certificate) != bool(options.tls_key):
             raise ConfigError("--tls-certificate and --tls-key are needed together")
         if options.tls_client_ca and not options.tls_key:
             raise ConfigError("--tls-client-ca needs --tls-certificate and --tls-key")
         if options.canary_share and not options.canary:
             raise ConfigError("--canary-share needs --canary")
+        self._given = {name: getattr(options, name) for name in RELOADABLE}
+        self._seen = self._stamps()
         if options.config:
             for name, value in read_config(Path(options.config)).items():
                 setattr(options, name, value)
+        self._listed = load_live_cluster(options.cluster)
         self.conductor = Conductor(
-            load_live_cluster(options.cluster),
+            self._listed,
             options.policy,
             fallback=options.fallback,
             shadow=options.shadow,
@@ -193,7 +200,7 @@ class Sidecar:
         self._http: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
-        self._watched: dict[Path, int] = {}
+        self._reloading = asyncio.Lock()
 
     # --- life --------------------------------------------------------------------------------------------------------
 
@@ -207,7 +214,7 @@ class Sidecar:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stopping.set)
         if hasattr(signal, "SIGHUP"):
-            loop.add_signal_handler(signal.SIGHUP, self.reload)
+            loop.add_signal_handler(signal.SIGHUP, lambda: self._later(self.reload()))
         await self.start()
         await self._stopping.wait()
         log.info("stopping; calls may go on for %g s", self.options.drain_s)
@@ -217,12 +224,14 @@ class Sidecar:
     async def start(self) -> None:
         """Come up: memory first, then senses, faces last."""
         options, conductor = self.options, self.conductor
+        prepare()
         cursors = await self._warm_start()
         if options.log:
             self.decision_log = DecisionLog(
                 options.log,
                 conductor.state.block_tokens,
                 conductor.state.spec.name,
+                keep_bytes=round(options.log_keep_gib * 2**30) or None,
                 clock=conductor.clock.now,
                 cluster=conductor.state.spec,
             )
@@ -234,7 +243,7 @@ class Sidecar:
         self._pull_metrics()
         await self._serve_grpc()
         await self._serve_http()
-        self._tasks = [asyncio.create_task(self._tick()), asyncio.create_task(self._watch())]
+        self._tasks += [asyncio.create_task(self._tick()), asyncio.create_task(self._watch())]
         if options.snapshot:
             self._tasks.append(asyncio.create_task(self._keep_snapshots()))
         for face, address in self.bound.items():
@@ -244,9 +253,10 @@ class Sidecar:
     async def stop(self) -> None:
         """Go down in order: no new requests, calls in flight end, what is known is written."""
         self.conductor.draining = True
-        for task in self._tasks:
+        tasks = list(self._tasks)
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(server.stop(self.options.drain_s) for server in self._servers))
         for server in self._http:
             await server.close()
@@ -255,7 +265,7 @@ class Sidecar:
         if self.scraper is not None:
             await self.scraper.close()
         if self.options.snapshot:
-            self._write_snapshot()
+            self._write_snapshot(self._snapshot())
         if self.decision_log is not None:
             for reservation in list(self.conductor.state.reservations.values()):
                 self.conductor.state.end(reservation, "shutdown")
@@ -330,7 +340,8 @@ class Sidecar:
             except OSError as error:
                 raise ConfigError(f"--{here[0]}: cannot bind {address}: {error.strerror or error}") from None
             self._http.append(server)
-            self.bound |= dict.fromkeys(here, f"{host}:{server.port}")
+            place = f"[{host}]" if ":" in host else host
+            self.bound |= dict.fromkeys(here, f"{place}:{server.port}")
 
     def _ready(self) -> str:
         return "draining" if self.conductor.draining else ""
@@ -341,7 +352,7 @@ class Sidecar:
         """The workers have changed."""
         self._follow_workers()
 
-    def _follow_workers(self, cursors: dict[str, int] | None = None) -> None:
+    def _follow_workers(self, cursors: dict[str, Cursor] | None = None) -> None:
         """Listen to the workers there are, and to no others."""
         state = self.conductor.state
         listened = {worker.id: worker for worker in state.prefills if worker.kv_events}
@@ -366,19 +377,33 @@ class Sidecar:
             for worker_id, worker in wanted.items():
                 if worker_id not in self.scraper:
                     self.scraper.add(worker)
+        registered = Counter(tuple(w.labels.get(label, "") for label in (MODEL, SALT, TENANT)) for w in state.prefills)
+        self.conductor.cached_under = registered.most_common(1)[0][0]
         self.metrics.about(version=_version(), policy=self.conductor.policy.name, cluster=state.spec.name)
         self._calibrate()
 
-    def _subscribe(self, worker: Worker, cursor: int | None) -> KvEventSubscriber:
+    def _subscribe(self, worker: Worker, cursor: Cursor | None) -> KvEventSubscriber:
         state = self.conductor.state
         endpoint, replay = _endpoints(worker)
         subscriber = KvEventSubscriber(
             state.index, state.prefill_of[worker.id], endpoint, replay, name=worker.id, stream=stream_of(worker)
         )
         if cursor is not None:
-            subscriber.last_seq = cursor
+            subscriber.resume(*cursor)
         subscriber.start()
         return subscriber
+
+    def _peer_credentials(self) -> grpc.ChannelCredentials | None:
+        """What a replica shows to its peer: the same as to its clients."""
+        options = self.options
+        if not options.tls_key:
+            return None
+        authority = options.tls_client_ca or options.tls_certificate
+        try:
+            parts = [Path(name).read_bytes() for name in (authority, options.tls_key, options.tls_certificate)]
+        except OSError as error:
+            raise ConfigError(f"--peer: {error}") from None
+        return grpc.ssl_channel_credentials(*parts)
 
     def _later(self, work: Any) -> None:
         task = asyncio.ensure_future(work)
@@ -455,100 +480,134 @@ class Sidecar:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    async def _warm_start(self) -> dict[str, int]:
+    async def _warm_start(self) -> dict[str, Cursor]:
         """Restore the snapshot, or the peer's state; the workers' places in their KV events."""
-        data, source = None, ""
-        if self.options.snapshot:
-            source = self.options.snapshot
-            data = read(Path(source))
-        if data is None and self.options.peer:
-            source = self.options.peer
-            host_and_port("peer", source)
+        options = self.options
+        if options.snapshot:
+            data = read(Path(options.snapshot))
+            cursors = None if data is None else self._restored(data, options.snapshot)
+            if cursors is not None:
+                return cursors
+        if options.peer:
             try:
-                data = await fetch(source)
+                cursors = self._restored(await fetch(options.peer, self._peer_credentials()), options.peer)
             except SnapshotError as error:
                 log.warning("starting cold: %s", error)
-        if data is None:
-            return {}
+            else:
+                if cursors is not None:
+                    return cursors
+        return {}
+
+    def _restored(self, data: bytes, source: str) -> dict[str, Cursor] | None:
+        """The workers' places in their KV events, of a snapshot that is restored; None where it cannot be."""
         try:
             restored = restore(self.conductor, data)
         except SnapshotError as error:
-            log.warning("starting cold: %s: %s", source, error)
-            return {}
+            log.warning("not restored: %s: %s", source, error)
+            return None
         self._saved_fits = restored["calibration"]
         log.info("restored %d blocks from %s", self.conductor.state.index.used, source)
-        cursors: dict[str, int] = restored["cursors"]
+        cursors: dict[str, Cursor] = restored["cursors"]
         return cursors
 
-    def _snapshot(self) -> bytes:
-        cursors = {worker_id: subscriber.last_seq for worker_id, subscriber in self.subscribers.items()}
-        return dump(self.conductor.state, cursors, self.calibration.state() if self.calibration else None)
+    def _snapshot(self) -> dict[str, Any]:
+        cursors = {name: (each.last_seq, each.last_mark) for name, each in self.subscribers.items()}
+        return capture(self.conductor.state, cursors, self.calibration.state() if self.calibration else None)
 
-    def _write_snapshot(self) -> None:
+    def _write_snapshot(self, captured: dict[str, Any]) -> None:
         try:
-            write(Path(self.options.snapshot), self._snapshot())
+            write(Path(self.options.snapshot), encode(captured))
         except OSError as error:
             log.error("the snapshot %s cannot be written: %s", self.options.snapshot, error)
 
     async def _keep_snapshots(self) -> None:
         while True:
             await asyncio.sleep(self.options.snapshot_every_s)
-            data = self._snapshot()
-            try:
-                await asyncio.to_thread(write, Path(self.options.snapshot), data)
-            except OSError as error:
-                log.error("the snapshot %s cannot be written: %s", self.options.snapshot, error)
+            await asyncio.to_thread(self._write_snapshot, self._snapshot())
 
     async def _tick(self) -> None:
         """Leases end and predictions come due even while no request comes."""
         while True:
             await asyncio.sleep(TICK_S)
-            if not self.conductor.clock.external:
+            if self.conductor.clock.external:
+                continue
+            try:
                 self.conductor.state.advance(self.conductor.clock.now())
+            except Exception:
+                log.exception("what was due could not be done")
 
     # --- reloading ---------------------------------------------------------------------------------------------------
 
-    def reload(self) -> bool:
-        """Read the configuration and the cluster file anew; all of it is taken, or nothing. Whether it was taken."""
-        try:
-            fields = read_config(Path(self.options.config)) if self.options.config else {}
-            live = load_live_cluster(self.options.cluster)
-            present = self.conductor.state
-            if live.spec.block_tokens != present.block_tokens:
-                raise ConfigError(
-                    f"{self.options.cluster}: block_tokens cannot change while serving ({present.block_tokens} now)"
-                )
-            policies = {name: fields.get(name, getattr(self.options, name)) for name in RELOADABLE[:4]}
-            self.conductor.change_policies(policies, float(fields.get("canary_share", self.options.canary_share)))
-            self.conductor.shares.weights = dict(fields.get("tenants", self.options.tenants))
-            if live != present.cluster:
-                self.conductor.change_cluster(live)
-        except (*FAULTS, ValueError) as error:
-            self.reloads["refused"] += 1
-            log.error("not reloaded: %s", error)
-            return False
-        self.reloads["ok"] += 1
-        self._follow_workers()
-        log.info("reloaded: %s decides for %s", self.conductor.policy.name, self.conductor.state.spec.name)
-        return True
+    async def reload(self) -> bool:
+        """Read the configuration and the cluster file anew; all of it is taken, or nothing. Whether it was taken.
+
+        New policies are loaded and tried beside the present ones, which go on deciding meanwhile.
+        """
+        options, conductor = self.options, self.conductor
+        async with self._reloading:
+            try:
+                fields = read_config(Path(options.config)) if options.config else {}
+                wanted = self._given | fields
+                if fields.get("canary_share") and not wanted["canary"]:
+                    raise ConfigError(f"{options.config}: canary_share needs canary")
+                listed = load_live_cluster(options.cluster)
+                if listed.spec.block_tokens != conductor.state.block_tokens:
+                    raise ConfigError(
+                        f"{options.cluster}: block_tokens cannot change while serving "
+                        f"({conductor.state.block_tokens} now)"
+                    )
+                made = await asyncio.to_thread(conductor.load_policies, {name: wanted[name] for name in RELOADABLE[:4]})
+                live = self._with_registered(listed)
+                conductor.use_policies(made, float(wanted["canary_share"]))
+                conductor.shares.weigh(wanted["tenants"])
+                if live != conductor.state.cluster:
+                    conductor.change_cluster(live)
+                self._listed = listed
+            except Exception as error:
+                self.reloads["refused"] += 1
+                log.error("not reloaded: %s", error, exc_info=not isinstance(error, (*FAULTS, ValueError)))
+                return False
+            self.reloads["ok"] += 1
+            self._follow_workers()
+            log.info("reloaded: %s decides for %s", conductor.policy.name, conductor.state.spec.name)
+            return True
+
+    def _with_registered(self, listed: LiveCluster) -> LiveCluster:
+        """The cluster of a file, and with it the workers that came by registration; who has not changed in the file
+        stays as registered last.
+
+        Raises:
+            SpecError: they make no cluster together.
+        """
+        present = self.conductor.state.cluster
+        if listed == self._listed:
+            return present
+        named = {worker.id for worker in (*listed.workers, *self._listed.workers)}
+        registered = tuple(worker for worker in present.workers if worker.id not in named)
+        if not registered:
+            return listed
+        return resized(listed.spec, (*listed.workers, *registered), self.options.cluster)
+
+    def _stamps(self) -> dict[Path, int | None]:
+        """The files that are watched, and when they were last changed."""
+        options = self.options
+        names = (options.config, options.cluster, options.policy, options.shadow, options.canary)
+        return {Path(name): _stamp(Path(name)) for name in names if _is_file(name)}
 
     async def _watch(self) -> None:
         """Reload when a file changes, as Kubernetes changes a mounted ConfigMap."""
-        files = [Path(name) for name in (self.options.config, self.options.cluster) if name and Path(name).is_file()]
-        files += [
-            Path(name) for name in (self.options.policy, self.options.shadow, self.options.canary) if _is_file(name)
-        ]
-        seen = {file: _stamp(file) for file in files}
         while True:
             await asyncio.sleep(WATCH_S)
-            now = {file: _stamp(file) for file in files}
-            if now != seen and None not in now.values():
-                seen = now
-                self.reload()
+            now = {file: _stamp(file) for file in self._seen}
+            if now != self._seen and None not in now.values():
+                self._seen = now
+                await self.reload()
 
     # --- what is counted, logged and learnt --------------------------------------------------------------------------
 
     def _made(self, made: Made) -> None:
+        if made.request.dry_run:
+            return
         answer, observation = made.answer, made.observation
         canary = self.conductor.canary
         loads: dict[str, Any] = {}
@@ -596,8 +655,6 @@ class Sidecar:
     def _log(self, made: Made) -> None:
         answer, observation, request = made.answer, made.observation, made.request
         assert self.decision_log is not None
-        if request.dry_run:
-            return
         state = self.conductor.state
         row = LogRow(
             request.request_id,

@@ -10,7 +10,7 @@ import io
 import json
 import math
 import os
-import zipfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,22 @@ from .proto import conductor_pb2_grpc
 FORMAT = 1
 MEANS = ("expected_output_tokens", "expected_decode_s")
 LARGEST = 4 << 30
+_writing = threading.Lock()  # one file at a time: they are put together under the same name
+
+
+Cursor = tuple[int, int]
+"""A place in a worker's KV events: `KvEventSubscriber.last_seq` and `last_mark`."""
 
 
 class SnapshotError(ValueError):
     """A snapshot that cannot be restored; the message says why."""
 
 
-def dump(state: LiveState, cursors: dict[str, int], calibration: dict[str, Any] | None = None) -> bytes:
-    """A snapshot.
+def capture(state: LiveState, cursors: dict[str, Cursor], calibration: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Copies of what is in a snapshot, for `encode`.
 
     Args:
-        cursors: by worker id, the last KV event that the index has seen.
+        cursors: by worker id, number and mark of the last batch of KV events that is in the index.
         calibration: `Calibration.state()`, of plain values.
     """
     meta = {
@@ -46,20 +51,26 @@ def dump(state: LiveState, cursors: dict[str, int], calibration: dict[str, Any] 
         "means": {name: float(state.clock[name]) for name in MEANS},
         "calibration": calibration,
     }
+    return {"meta": meta} | {f"index.{name}": array for name, array in state.index.snapshot().items()}
+
+
+def encode(captured: dict[str, Any]) -> bytes:
+    """A snapshot. Takes a while: not for the event loop."""
     out = io.BytesIO()
-    arrays = {f"index.{name}": array for name, array in state.index.snapshot().items()}
-    np.savez(out, meta=np.frombuffer(json.dumps(meta).encode(), np.uint8), **arrays)  # type: ignore[arg-type]
+    meta = np.frombuffer(json.dumps(captured["meta"]).encode(), np.uint8)
+    np.savez(out, **captured | {"meta": meta})
     return out.getvalue()
 
 
 def write(path: Path, data: bytes) -> None:
     """Put a snapshot in place so that a reader, or a crash, never sees half of it."""
     unfinished = path.with_name(path.name + ".unfinished")
-    with open(unfinished, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    unfinished.replace(path)
+    with _writing:
+        with open(unfinished, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
 
 
 def restore(conductor: Conductor, data: bytes) -> dict[str, Any]:
@@ -80,11 +91,11 @@ def restore(conductor: Conductor, data: bytes) -> dict[str, Any]:
         if meta["block_tokens"] != state.block_tokens:
             raise SnapshotError(f"blocks of {meta['block_tokens']} tokens, the cluster has {state.block_tokens}")
         names = [str(name) for name in meta["prefills"]]
-        cursors = {str(name): int(sequence) for name, sequence in meta["cursors"].items()}
+        cursors = {str(name): (int(sequence), int(mark)) for name, (sequence, mark) in meta["cursors"].items()}
         means = {name: float(meta["means"][name]) for name in MEANS}
     except SnapshotError:
         raise
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile, EOFError) as error:
+    except Exception as error:  # whatever the readers of zip, npy and JSON make of it
         raise SnapshotError(f"damaged: {type(error).__name__}: {error}") from None
     try:
         state.restore_index(arrays, names)
