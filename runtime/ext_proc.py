@@ -31,6 +31,7 @@ such a name is removed.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import math
 import re
@@ -774,6 +775,12 @@ def add_to_server(
     server: grpc.aio.Server, scheduler: Scheduler, *, options: Options | None = None
 ) -> ExternalProcessor:
     """Make a server an endpoint picker; it should have been made with `server_options`."""
+    for worker in scheduler.workers:
+        host = worker.address.rpartition(":")[0].strip("[]")
+        try:
+            ipaddress.ip_address(host or "127.0.0.1")
+        except ValueError:
+            _log.warning("worker %s: Envoy takes IP addresses only, and may not find %s", worker.id, worker.address)
     processor = ExternalProcessor(scheduler, options)
     # On the wire there is no difference to stream_stream; here, the last message is returned, not written, which makes
     # gRPC send it in one batch with the end of the stream.

@@ -175,7 +175,7 @@ def _conversation(fields: dict[str, Any], name: str, messages: list[Any]) -> byt
     """A conversation in the order chat templates have it: tools, what the system is told, the messages."""
     parts: list[bytes] = []
     if fields.get("tools"):
-        parts += b"tools\n", orjson.dumps(fields["tools"]), b"\n"
+        parts += b"tools\n", _dumped(fields["tools"], "tools"), b"\n"
     for key in ("system", "instructions"):
         if fields.get(key):
             parts += b"system\n", *_content(fields[key], key), b"\n"
@@ -189,7 +189,7 @@ def _conversation(fields: dict[str, Any], name: str, messages: list[Any]) -> byt
         parts += _utf8(role, f"{where}.role"), b"\n", *_content(message.get("content"), f"{where}.content")
         for key in _ALSO_SAID:
             if message.get(key) is not None:
-                parts += key.encode(), orjson.dumps(message[key])
+                parts += key.encode(), _dumped(message[key], f"{where}.{key}")
         parts.append(b"\n")
     return b"".join(parts)
 
@@ -207,16 +207,23 @@ def _content(content: Any, where: str) -> list[bytes]:
         if type(text) is str:
             found.append(_utf8(text, f"{where}.{i}"))
         elif type(part) is dict:
-            found.append(_thing(part))
+            found.append(_thing(part, f"{where}.{i}"))
         else:
             raise RequestError(f"{where}.{i}: expected a string or an object, found {_kind(part)}")
     return found
 
 
-def _thing(part: dict[str, Any]) -> bytes:
+def _thing(part: dict[str, Any], where: str) -> bytes:
     """An image or the like: as long as one, and the same only where it is the same."""
-    digest = hashlib.blake2b(orjson.dumps(part, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+    digest = hashlib.blake2b(_dumped(part, where), digest_size=16).digest()
     return digest * (IMAGE_TOKENS * BYTES_PER_TOKEN // len(digest))
+
+
+def _dumped(value: Any, where: str) -> bytes:
+    try:
+        return orjson.dumps(value, option=orjson.OPT_SORT_KEYS)
+    except orjson.JSONEncodeError:  # reading goes deeper than writing
+        raise RequestError(f"{where}: nested too deeply") from None
 
 
 def _max_tokens(fields: dict[str, Any]) -> int | None:

@@ -7,7 +7,7 @@ import gc
 import json
 import random
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import grpc
@@ -17,6 +17,8 @@ import pytest
 from envoy.extensions.filters.http.ext_proc.v3 import processing_mode_pb2
 from envoy.service.ext_proc.v3 import external_processor_pb2 as ext_proc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from envs.state import Source
 from runtime.conformance.wire import (
@@ -681,6 +683,40 @@ def test_errors_name_the_field(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as error:
         parse("/v1/chat/completions", json.dumps(fields).encode())
     assert str(error.value).startswith(message)
+
+
+NAMES = ["model", "prompt", "messages", "input", "content", "role", "text", "token_ids", "tools", "max_tokens"]
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=4), inner),
+    max_leaves=12,
+)
+PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/generate"]
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), ANYTHING), st.booleans())
+def test_any_json(path: str, fields: dict[str, Any], named: bool) -> None:
+    """A body is either understood or refused by a message, whatever it is."""
+    data = json.dumps(fields | ({"model": "m"} if named else {})).encode("utf-8", "replace")
+    with suppress(RequestError):
+        body = parse(path, data)
+        assert body.input_tokens >= 1 and body.tokens.dtype == np.uint32
+
+
+@pytest.mark.parametrize("part", ['"tools": {}', '"messages": [{{"role": "user", "content": [{{"image": {}}}]}}]'])
+def test_nested_too_deeply(part: str) -> None:
+    deep = "[" * 600 + "]" * 600
+    other = '"messages": [{"role": "user", "content": "x"}], ' if "tools" in part else ""
+    with pytest.raises(RequestError, match="nested"):
+        parse("/v1/chat/completions", f'{{"model": "m", {other}{part.format(deep)}}}'.encode())
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.binary(max_size=200))
+def test_any_bytes(data: bytes) -> None:
+    with suppress(RequestError):
+        parse("/v1/completions", data)
 
 
 # ---- fuzz ----
