@@ -42,6 +42,11 @@ class TenantShares:
         self._total = 0.0
         self._weight = 0.0  # of all in `tokens`
 
+    def weigh(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on."""
+        self.weights = dict(weights)
+        self._weight = sum(self.weights.get(name, 1.0) for name in self.tokens)
+
     def charge(self, tenant: str, input_tokens: float, output_tokens: float, now_s: float) -> None:
         """A request of `tenant` was served (or, at admission, will be)."""
         self._fade(now_s)

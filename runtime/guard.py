@@ -1,9 +1,9 @@
 """`Guard`: a policy that cannot harm. What raises, hangs or answers nonsense is a `PolicyFailure`, at once.
 
 A compiled heuristic runs where it is called, and has no deadline: it is what would be fallen back to. An exported
-network runs there as well, and its answer does not count where it took too long. Anything else runs in a thread of its
-own, and is waited for no longer than its deadline; while a call that missed it still runs, the policy counts as hung and
-is not asked again.
+network runs there as well, and its answer does not count where it took too long. Anything else runs in a thread of
+its own, and is waited for no longer than its deadline; while a call that missed it still runs, the policy counts as
+hung and is not asked again.
 """
 
 from __future__ import annotations

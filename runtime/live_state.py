@@ -30,6 +30,7 @@ from .telemetry import EngineMetrics
 from .workers import LiveCluster, Role, Worker
 
 FORGET_EVERY_S = 0.1  # what is assumed to be cached ends this late at most
+MOST_REQUESTS = 1 << 20  # that an engine is believed to have
 MEMORY = 0.98  # of the moving output length and decode time (docs/physics.md)
 NO_BLOCKS: NDArray[np.int32] = np.zeros(0, np.int32)
 NO_HASHES: NDArray[np.uint64] = np.zeros(0, np.uint64)
@@ -188,14 +189,18 @@ class LiveState:
                 f"block_tokens cannot change while serving: {self.block_tokens} now, "
                 f"{cluster.spec.block_tokens} in the new cluster file; restart the sidecar"
             )
-        gone = {w.id for w in self.cluster.workers} - {w.id for w in cluster.workers}
+        prefilling, decoding = {w.id for w in cluster.prefills}, {w.id for w in cluster.decodes}
         lost = [
             r
             for r in self.reservations.values()
-            if self.prefills[r.prefill].id in gone or self.decodes[r.decode].id in gone
+            if self.prefills[r.prefill].id not in prefilling or self.decodes[r.decode].id not in decoding
         ]
         for reservation in lost:
             self.end(reservation, "worker gone")
+        for reservation in self.flying:
+            if reservation.holder >= 0 and self.prefills[reservation.holder].id not in prefilling:
+                self.fetch_landed(reservation)  # nothing more comes from there
+                reservation.holder = -1
         old = copy(self)
         self._set_up(cluster)
         self.observer.state.clock[:] = old.observer.state.clock
@@ -434,7 +439,7 @@ class LiveState:
 
         None reckons the stall from the size of their KV.
         """
-        joiners = [r for r in reservations if r.stage < Stage.DECODE]
+        joiners = [r for r in dict.fromkeys(reservations) if r.stage < Stage.DECODE]  # each once, if told twice
         if not joiners:
             return
         d = joiners[0].decode
@@ -552,6 +557,10 @@ class LiveState:
         self.clock["in_flight"] = len(self.flying)
         del self.reservations[reservation.request_id]
         self.on_end(reservation)
+        reservation.hashes, reservation.blocks = NO_HASHES, NO_BLOCKS  # its lease may keep it in `_steps` for long
+        if len(self._steps) > 8 * len(self.flying) + 1024:  # those in flight have up to four
+            self._steps = [step for step in self._steps if step[2].stage != Stage.GONE]
+            heapq.heapify(self._steps)
 
     def move(self, reservation: Reservation, d: int) -> None:
         """It is on another decode instance than was decided."""
@@ -609,7 +618,7 @@ class LiveState:
     def engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
         """Take up what an engine's metrics show beyond our reservations of before they were taken."""
         p, d = self.prefill_of.get(worker_id), self.decode_of.get(worker_id)
-        running, waiting = int(metrics.running or 0), int(metrics.waiting or 0)
+        running, waiting = (int(min(count or 0, MOST_REQUESTS)) for count in (metrics.running, metrics.waiting))
         if p is not None:
             ours = len(self.queues[p]) + (self.running[p] is not None)
             old = self.external_prefill[p]
@@ -624,6 +633,8 @@ class LiveState:
             if busy and not self.prefill["running"][p]:
                 self.prefill["running_end_s"][p] = self.clock["now_s"]
             self.prefill["running"][p] = busy
+            if self.queues[p] and not busy:  # what was before them is gone
+                self._begin(p, float(self.clock["now_s"]))
         if d is not None:
             row = self.decode[d]
             old = self.external_decode[d]

@@ -7,6 +7,7 @@ import logging
 import math
 import uuid
 from collections.abc import AsyncIterator, Callable
+from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
@@ -18,17 +19,27 @@ from envs.spec import SpecError
 from envs.state import Source
 
 from . import workers as _workers
-from .conductor import Conductor, Explained
+from .conductor import LONGEST_PROMPT, Conductor, Explained
 from .live_state import Reservation
 from .proto import conductor_pb2 as pb
 from .proto import conductor_pb2_grpc
 from .request import Assignment, Rejection, Request, RequestError
+from .snapshot import encode
+from .tracing import Tracer
 
 log = logging.getLogger(__name__)
 
 TEXT_BYTES_PER_TOKEN = 4
-LONGEST_ID = 256
 SNAPSHOT_CHUNK = 1 << 20
+LONGEST_S = 1e9  # of a time that is reported
+STAGES = ("", "prefill", "transfer", "decode", "recheck", "client")
+_SECONDS = {
+    "prefill_started": ("expected_end_s",),
+    "prefill_done": ("prefill_s", "ttft_s"),
+    "first_token": ("stall_s",),
+    "finished": ("ttft_s", "tbt_s", "decode_s"),
+}
+_LOADS = ("at_s", "prefill_end_s", "kv_tokens", "tx_bytes_per_s", "rx_bytes_per_s", "tx_backlog_bytes")
 _WORKER_FIELDS = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank")
 
 
@@ -38,8 +49,6 @@ def request_of(message: pb.ScheduleRequest) -> Request:
     Raises:
         RequestError: a field cannot be; the message names it.
     """
-    if len(message.request_id) > LONGEST_ID:
-        raise RequestError(f"request_id: expected at most {LONGEST_ID} characters, found {len(message.request_id)}")
     request = Request(message.request_id or uuid.uuid4().hex)
     kind = message.WhichOneof("prompt")
     if kind == "tokens":
@@ -72,16 +81,50 @@ def request_of(message: pb.ScheduleRequest) -> Request:
     return request
 
 
+@lru_cache(4096)
+def _place(worker_id: str, address: str) -> pb.Endpoint:
+    return pb.Endpoint(id=worker_id, address=address)
+
+
 def _endpoint(worker: _workers.Worker) -> pb.Endpoint:
-    return pb.Endpoint(id=worker.id, address=worker.address)
+    return _place(worker.id, worker.address)
+
+
+def _check_report(report: pb.ReportRequest) -> None:
+    """No number in it may be one that predictions would not recover from.
+
+    Raises:
+        RequestError: naming the field.
+    """
+    for i, event in enumerate(report.events):
+        kind = event.WhichOneof("what")
+        what: Any = getattr(event, kind) if kind else event
+        for name in _SECONDS.get(kind or "", ()):
+            seconds = getattr(what, name)
+            if not 0.0 <= seconds <= LONGEST_S:
+                raise RequestError(f"events[{i}].{kind}.{name}: expected 0 .. {LONGEST_S:g} seconds, found {seconds}")
+        if kind == "finished" and what.output_tokens > LONGEST_PROMPT:
+            most = f"at most {LONGEST_PROMPT}, found {what.output_tokens}"
+            raise RequestError(f"events[{i}].finished.output_tokens: expected {most}")
+        if kind == "failed" and what.stage not in STAGES:
+            raise RequestError(
+                f"events[{i}].failed.stage: expected one of {', '.join(STAGES[1:])}, found {what.stage!r}"
+            )
+    for i, load in enumerate(report.loads):
+        for name in _LOADS:
+            number = getattr(load, name)
+            if not 0.0 <= number < math.inf:
+                raise RequestError(f"loads[{i}].{name}: expected a number that is not negative, found {number}")
 
 
 def response_of(answer: Assignment | Rejection) -> pb.ScheduleResponse:
     """The message for an answer."""
-    response = pb.ScheduleResponse(request_id=answer.request_id, policy=answer.policy, fell_back=answer.fell_back)
     if isinstance(answer, Assignment):
-        response.assignment.MergeFrom(
-            pb.Assignment(
+        return pb.ScheduleResponse(
+            request_id=answer.request_id,
+            policy=answer.policy,
+            fell_back=answer.fell_back,
+            assignment=pb.Assignment(
                 prefill=_endpoint(answer.prefill),
                 decode=_endpoint(answer.decode),
                 source=int(answer.source),  # type: ignore[arg-type]
@@ -92,25 +135,27 @@ def response_of(answer: Assignment | Rejection) -> pb.ScheduleResponse:
                 predicted_ttft_s=answer.predicted_ttft_s,
                 predicted_tbt_s=answer.predicted_tbt_s,
                 lease_s=answer.lease_s,
-            )
+            ),
         )
-    else:
-        response.rejection.MergeFrom(
-            pb.Rejection(
-                reason=answer.reason.value,
-                message=answer.message,
-                retry_after_s=answer.retry_after_s,
-                predicted_ttft_s=answer.predicted_ttft_s,
-                predicted_tbt_s=answer.predicted_tbt_s,
-                http_status=answer.reason.http_status,
-            )
-        )
-    return response
+    return pb.ScheduleResponse(
+        request_id=answer.request_id,
+        policy=answer.policy,
+        fell_back=answer.fell_back,
+        rejection=pb.Rejection(
+            reason=answer.reason.value,
+            message=answer.message,
+            retry_after_s=answer.retry_after_s,
+            predicted_ttft_s=answer.predicted_ttft_s,
+            predicted_tbt_s=answer.predicted_tbt_s,
+            http_status=answer.reason.http_status,
+        ),
+    )
 
 
-def explanation_of(explained: Explained, prefills: list[str], decodes: list[str]) -> pb.Explanation:
+def explanation_of(explained: Explained) -> pb.Explanation:
     """Why a request went where it went: what every instance had to offer."""
     observation, answer = explained.observation, explained.answer
+    prefills, decodes = ([w.id for w in pool] for pool in (explained.cluster.prefills, explained.cluster.decodes))
     p, d = -1, -1
     if explained.action:
         p, d = divmod((explained.action - 1) // 3, observation.decode.shape[1])
@@ -177,7 +222,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     Args:
         conductor: who decides. note: of a worker, what is wrong with it ("" where nothing is), for `GetState`.
         kv_cursor: of a worker, the last KV event applied and whether the index is in step with it.
-        snapshot: the bytes of a snapshot, for a replica that starts.
+        snapshot: what is in a snapshot (`runtime.snapshot.capture`), for a replica that starts.
     """
 
     def __init__(
@@ -186,32 +231,32 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         *,
         note: Callable[[str], str] = lambda worker_id: "",
         kv_cursor: Callable[[str], tuple[int, bool]] = lambda worker_id: (-1, False),
-        snapshot: Callable[[], bytes] | None = None,
+        snapshot: Callable[[], dict[str, Any]] | None = None,
         membership: Callable[[], None] = lambda: None,
+        tracer: Tracer | None = None,
     ) -> None:
         self.conductor = conductor
         self.note = note
         self.kv_cursor = kv_cursor
         self.snapshot = snapshot
         self.membership = membership  # called when workers come or go
+        self.tracer = tracer or Tracer()
         self.unknown_reports = 0
 
-    def _schedule(self, message: pb.ScheduleRequest) -> pb.ScheduleResponse:
-        answer = self.conductor.schedule(request_of(message))
+    def _schedule(self, message: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:
+        with self.tracer.decision(context.invocation_metadata() if self.tracer.enabled else None) as span:
+            answer = self.conductor.schedule(request_of(message))
+            span.answered(answer)
         response = response_of(answer)
         if message.explain:
             explained = self.conductor.explained(answer.request_id)
             if explained is not None:
-                response.explanation.CopyFrom(self._explanation(explained))
+                response.explanation.CopyFrom(explanation_of(explained))
         return response
-
-    def _explanation(self, explained: Explained) -> pb.Explanation:
-        state = self.conductor.state
-        return explanation_of(explained, [w.id for w in state.prefills], [w.id for w in state.decodes])
 
     async def Schedule(self, request: pb.ScheduleRequest, context: Any) -> pb.ScheduleResponse:
         try:
-            return self._schedule(request)
+            return self._schedule(request, context)
         except RequestError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
@@ -221,13 +266,17 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     ) -> AsyncIterator[pb.ScheduleResponse]:
         async for request in request_iterator:
             try:
-                yield self._schedule(request)
+                yield self._schedule(request, context)
             except RequestError as error:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.request_id}: {error}")
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
         conductor = self.conductor
         unknown = 0
+        try:
+            _check_report(request)
+        except RequestError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         for (kind, _, at_s), events in groupby(request.events, key=self._together):
             held = []
             for event in events:
@@ -359,13 +408,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 grpc.StatusCode.NOT_FOUND, f"request_id {request.request_id!r}: not among the decisions remembered"
             )
             raise KeyError(request.request_id)
-        return self._explanation(explained)
+        return explanation_of(explained)
 
     async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[pb.SnapshotChunk]:
         if self.snapshot is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this sidecar keeps no snapshots")
             return
-        data = self.snapshot()
+        data = await asyncio.to_thread(encode, self.snapshot())
         for start in range(0, len(data), SNAPSHOT_CHUNK):
             yield pb.SnapshotChunk(data=data[start : start + SNAPSHOT_CHUNK])
             await asyncio.sleep(0)

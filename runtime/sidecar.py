@@ -35,6 +35,7 @@ from .request import Assignment, Rejection
 from .server import ConductorService
 from .snapshot import Cursor, SnapshotError, capture, encode, fetch, read, restore, write
 from .telemetry import EngineMetrics, Scraper
+from .tracing import TracingError, tracer
 from .workers import LiveCluster, Role, Worker, load_live_cluster, resized
 
 log = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ class Options:
 
 
 RELOADABLE = ("policy", "fallback", "shadow", "canary", "canary_share", "tenants")
-FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, OSError)
+FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, TracingError, OSError)
 """What `Sidecar` raises for wrong options, files and addresses; the messages are for the user."""
 
 
@@ -180,12 +181,14 @@ class Sidecar:
         )
         self.reloads: dict[str, float] = {"ok": 0, "refused": 0}
         self.subscribers: dict[str, KvEventSubscriber] = {}
+        self.tracer = tracer(options.otel_endpoint)
         self.service = ConductorService(
             self.conductor,
             note=self._note,
             kv_cursor=self.kv_cursor,
             snapshot=self._snapshot,
             membership=self.membership,
+            tracer=self.tracer,
         )
         self.endpoint_picker: ext_proc.ExternalProcessor | None = None
         self.decision_log: DecisionLog | None = None
@@ -266,6 +269,7 @@ class Sidecar:
             await self.scraper.close()
         if self.options.snapshot:
             self._write_snapshot(self._snapshot())
+        self.tracer.close()
         if self.decision_log is not None:
             for reservation in list(self.conductor.state.reservations.values()):
                 self.conductor.state.end(reservation, "shutdown")

@@ -12,6 +12,7 @@ Without it, the instances of the pools are called prefill-0 .. and decode-0 .. a
 from __future__ import annotations
 
 import ipaddress
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from envs.spec import ClusterSpec, SpecError, load_cluster, validate_cluster
+
+_HOST = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]", re.ASCII)
+_ZMQ = re.compile(r"tcp://([\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]):[0-9]{1,5}|ipc://\S+", re.ASCII)
+_URL = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?", re.ASCII)
 
 
 class Role(StrEnum):
@@ -60,12 +65,28 @@ class Worker(BaseModel):
         if not value:
             return value
         host, colon, port = value.rpartition(":")
-        if not colon or not host or not port.isdigit() or not 0 < int(port) < 65536:
+        if not colon or not host or not (port.isascii() and port.isdigit()) or not 0 < int(port) < 65536:
             raise ValueError(f"expected host:port, found {value!r}")
+        if not _HOST.fullmatch(host):
+            raise ValueError(f"expected a host name or an address before the port, found {value!r}")
         if host.startswith("[") != host.endswith("]"):
             raise ValueError(f"expected [IPv6]:port, found {value!r}")
         if host.startswith("["):
             ipaddress.IPv6Address(host[1:-1])
+        return value
+
+    @field_validator("kv_events", "kv_replay")
+    @classmethod
+    def _endpoint(cls, value: str) -> str:
+        if value and not _ZMQ.fullmatch(value):
+            raise ValueError(f"expected tcp://HOST:PORT or ipc://PATH, found {value!r}")
+        return value
+
+    @field_validator("metrics")
+    @classmethod
+    def _url(cls, value: str) -> str:
+        if value and not _URL.fullmatch(value):
+            raise ValueError(f"expected http://HOST[:PORT]/PATH, found {value!r}")
         return value
 
     @property
