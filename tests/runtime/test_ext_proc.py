@@ -694,7 +694,7 @@ ANYTHING = st.recursive(
 PATHS = ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/embeddings", "/v1/messages", "/generate"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(st.sampled_from(PATHS), st.dictionaries(st.sampled_from(NAMES), ANYTHING), st.booleans())
 def test_any_json(path: str, fields: dict[str, Any], named: bool) -> None:
     """A body is either understood or refused by a message, whatever it is."""
