@@ -74,6 +74,12 @@ def serve(
     observe_responses: Annotated[
         bool, typer.Option(help="Keep ext_proc streams open to see what became of requests")
     ] = False,
+    ext_proc_fallbacks: Annotated[
+        int, typer.Option(min=0, help="Further endpoints in the destination header, where Envoy's cluster takes a list")
+    ] = 0,
+    base_models: Annotated[
+        str, typer.Option(help="Names of the served model, comma separated; another model in a body is a LoRA adapter")
+    ] = "",
     max_message_bytes: Annotated[int, typer.Option(min=1024, help="Largest message and request body")] = 16 << 20,
     max_concurrent: Annotated[int, typer.Option(min=1, help="Most calls and streams at a time")] = 4096,
     tls_certificate: Annotated[str, typer.Option(help="PEM file; with --tls-key, serve gRPC with TLS")] = "",

@@ -141,7 +141,7 @@ class Conductor:
         self.canary = Guard(canary, deadline_s=deadline_s, seed=seed) if canary else None
         self.canary_share = canary_share if canary else 0.0
         self.draining = False
-        self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant that the workers' KV events were registered under
+        self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant of the workers' KV events
         self.on_made: list[Callable[[Made], None]] = []
         self.on_ended: list[Callable[[Reservation], None]] = []
         self._random = random.Random(seed)

@@ -78,6 +78,8 @@ class Options:
     approximate_ttl_s: float = 300.0
     external_clock: bool = False
     observe_responses: bool = False
+    ext_proc_fallbacks: int = 0
+    base_models: str = ""
     max_message_bytes: int = 16 << 20
     max_concurrent: int = 4096
     tls_certificate: str = ""
@@ -282,6 +284,8 @@ class Sidecar:
         faces = {"grpc": options.grpc, "ext_proc": options.ext_proc}
         settings = ext_proc.Options(
             observe_responses=options.observe_responses,
+            fallbacks=options.ext_proc_fallbacks,
+            base_models=frozenset(filter(None, options.base_models.split(","))),
             max_body_bytes=options.max_message_bytes,
             max_streams=options.max_concurrent,
         )
