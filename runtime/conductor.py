@@ -38,6 +38,7 @@ FALLBACKS = 2  # other pairs named in an answer
 LONGEST_PROMPT = 1 << 24  # tokens
 LONGEST_NAME = 256  # characters of what is remembered of a request: its id, its tenant
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+TRIAL_S = 60.0  # for the first decision of a policy: it may have to load or compile
 EXPLANATION_BYTES = 64 << 20  # of explanations kept
 
 
@@ -566,7 +567,7 @@ class Conductor:
         if guard is None:
             return
         observation = Observer(self.state.spec, blocks=1, in_flight=1).observe(1000, NO_BLOCKS)
-        deadline_s, guard.deadline_s = guard.deadline_s, 60.0  # the first call may have to load or compile
+        deadline_s, guard.deadline_s = guard.deadline_s, TRIAL_S
         try:
             guard.decide(observation)
         except PolicyFailure as failure:

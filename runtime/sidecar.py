@@ -160,10 +160,15 @@ class Sidecar:
         if options.canary_share and not options.canary:
             raise ConfigError("--canary-share needs --canary")
         self._given = {name: getattr(options, name) for name in RELOADABLE}
+        self._wanted = self._given
+        self._seen: dict[Path, int | None] = {}  # the files that are watched, and when they were last changed
         self._seen = self._stamps()
         if options.config:
-            for name, value in read_config(Path(options.config)).items():
+            fields = read_config(Path(options.config))
+            self._wanted = self._wants(fields)
+            for name, value in fields.items():
                 setattr(options, name, value)
+            self._seen = self._stamps() | self._seen
         self._listed = load_live_cluster(options.cluster)
         self.conductor = Conductor(
             self._listed,
@@ -555,9 +560,7 @@ class Sidecar:
         async with self._reloading:
             try:
                 fields = read_config(Path(options.config)) if options.config else {}
-                wanted = self._given | fields
-                if fields.get("canary_share") and not wanted["canary"]:
-                    raise ConfigError(f"{options.config}: canary_share needs canary")
+                wanted = self._wants(fields)
                 listed = load_live_cluster(options.cluster)
                 if listed.spec.block_tokens != conductor.state.block_tokens:
                     raise ConfigError(
@@ -570,7 +573,8 @@ class Sidecar:
                 conductor.shares.weigh(wanted["tenants"])
                 if live != conductor.state.cluster:
                     conductor.change_cluster(live)
-                self._listed = listed
+                self._listed, self._wanted = listed, wanted
+                self._seen = {file: self._seen.get(file, stamp) for file, stamp in self._stamps().items()}
             except Exception as error:
                 self.reloads["refused"] += 1
                 log.error("not reloaded: %s", error, exc_info=not isinstance(error, (*FAULTS, ValueError)))
@@ -598,15 +602,26 @@ class Sidecar:
 
     def _stamps(self) -> dict[Path, int | None]:
         """The files that are watched, and when they were last changed."""
-        options = self.options
-        names = (options.config, options.cluster, options.policy, options.shadow, options.canary)
-        return {Path(name): _stamp(Path(name)) for name in names if _is_file(name)}
+        names = [self.options.config, self.options.cluster, *(self._wanted[role] for role in RELOADABLE[:4])]
+        files = (Path(name) for name in names if name)
+        return {file: _stamp(file) for file in files if file in self._seen or file.is_file()}
+
+    def _wants(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """The options that may change: those of the command line, and over them the file's `fields`.
+
+        Raises:
+            ConfigError: they do not go together.
+        """
+        wanted = self._given | fields
+        if fields.get("canary_share") and not wanted["canary"]:
+            raise ConfigError(f"{self.options.config}: canary_share needs canary")
+        return wanted
 
     async def _watch(self) -> None:
         """Reload when a file changes, as Kubernetes changes a mounted ConfigMap."""
         while True:
             await asyncio.sleep(WATCH_S)
-            now = {file: _stamp(file) for file in self._seen}
+            now = self._stamps()
             if now != self._seen and None not in now.values():
                 self._seen = now
                 await self.reload()
@@ -820,10 +835,6 @@ def _version() -> str:
         return version("conductor-gym")
     except PackageNotFoundError:
         return "unknown"
-
-
-def _is_file(name: str) -> bool:
-    return bool(name) and Path(name).is_file()
 
 
 def _stamp(file: Path) -> int | None:
