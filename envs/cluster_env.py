@@ -129,16 +129,7 @@ class _Clusters:
         self.episodes = episodes
         self.rewards = rewards
         self.window = min(episodes.requests, self.trace.n_requests)
-        offsets = self.trace.block_offsets
-        references = int((offsets[self.window :] - offsets[: -self.window]).max()) if self.trace.has_blocks else 0
-        self.simulator = Simulator(
-            self.spec,
-            clusters=count,
-            max_requests=self.window,
-            max_references=max(1, references),
-            max_blocks=max(1, min(references, self.trace.n_distinct_blocks)),
-            max_output_tokens=int(self.trace.output_tokens.max()),
-        )
+        self.simulator = Simulator.with_room(self.spec, self.trace, clusters=count, requests=self.window)
         self.base = self.spec.parameters()
         p, d = self.simulator.prefills, self.simulator.decodes
         self.n_actions = 1 + p * d * 3

@@ -19,7 +19,6 @@ from .memory import (
     engine_of,
     eviction_of,
     flow_of,
-    i8_at,
     outcome_of,
     prefill_of,
     prefill_timer_of,
@@ -165,14 +164,17 @@ def reset(world, parameters):
         run.step_s = 0.0
         run.growth_s = 0.0
         run.stall_s = 0.0
-    words = i8_at(state.blocks)
-    for i in range(engine.blocks * state.words):
-        words[i] = 0
-    for p in range(world.prefills):
-        for b in range(engine.blocks):
-            cell = cell_of(world, b, p)
+    for run in range(engine.runs):
+        for p in range(world.prefills):
+            cell = cell_of(world, run, p)
+            cell.host = 0
+            cell.device = 0
+            cell.pending = 0
+            cell.transit = 0
             cell.stamp = -1
             cell.pins = 0
+            cell.cuts = 0
+            cell.ends = 0
     for r in range(engine.requests):
         outcome = outcome_of(world, r)
         outcome.arrival_s = arrival_of(world, r)

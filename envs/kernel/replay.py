@@ -18,13 +18,14 @@ import numba
 import numpy as np
 from numba import types
 
-from ..observe import observe
+from ..observe import observe_matched
 from ..state import Source
 from .compile import compiled
 from .events import arrive, decide, reset
+from .kvcache import match_runs
 from .memory import (
     OBSERVATION,
-    blocks_of,
+    cell_of,
     clock_of,
     decode_allowed,
     decode_features,
@@ -38,9 +39,11 @@ from .memory import (
     job_of,
     member_of,
     prefetch_events,
-    prefetch_requests,
+    prefetch_request,
     prefetch_tables,
     prefill_features,
+    reference_of,
+    request_of,
     source_allowed,
     state_of,
     u1_at,
@@ -79,45 +82,57 @@ class Callback(types.WrapperAddressProtocol):  # type: ignore[misc]
 
 
 @compiled
-def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, seen):
-    """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast; returns distinct blocks.
+def load(
+    world,
+    arrival_s,
+    speed,
+    input_tokens,
+    output_tokens,
+    block_offsets,
+    offsets,
+    runs,
+    lengths,
+    chained,
+    first,
+    last,
+    seen,
+):
+    """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast.
 
-    Blocks are renumbered in order of appearance. `seen` int32[distinct blocks of the trace + 1, 3] is scratch: for
-    each block the number of the load that saw it last, its number there, and the block before it; the last row counts
-    loads.
+    `offsets`, `runs`, `lengths`, `chained`: the trace's `Runs`. Runs and blocks are renumbered in order of appearance.
+    `seen` int32[runs of the trace + 1, 2] is scratch: for each run the number of the load that saw it last and its
+    number there; the last row counts loads.
     """
     engine = engine_of(world)
     engine.requests = last - first
+    engine.chained = chained
     seen[-1, 0] += 1
     number = seen[-1, 0]
-    base = block_offsets[first]
-    arrivals = f8_at(world.arrival_s)
-    inputs = i4_at(world.input_tokens)
-    outputs = i4_at(world.output_tokens)
-    offsets = i8_at(world.block_offsets)
-    ids = i4_at(world.block_ids)
+    base = offsets[first]
+    numbers = i4_at(world.run_blocks)
+    count = 0
     blocks = 0
-    chained = True
     for r in range(first, last):
-        arrivals[r - first] = (arrival_s[r] - arrival_s[first]) / speed
-        inputs[r - first] = input_tokens[r]
-        outputs[r - first] = output_tokens[r]
-        offsets[r - first] = block_offsets[r] - base
-        before = -1
-        for i in range(block_offsets[r], block_offsets[r + 1]):
-            b = block_ids[i]
-            if seen[b, 0] != number:
-                seen[b, 0] = number
-                seen[b, 1] = blocks
-                seen[b, 2] = before
-                blocks += 1
-            chained = chained and seen[b, 2] == before
-            ids[i - base] = seen[b, 1]
-            before = b
-    offsets[last - first] = block_offsets[last] - base
+        request = request_of(world, r - first)
+        request.arrival_s = (arrival_s[r] - arrival_s[first]) / speed
+        request.input_tokens = input_tokens[r]
+        request.output_tokens = output_tokens[r]
+        request.first = offsets[r] - base
+        request.references = offsets[r + 1] - offsets[r]
+        request.blocks = block_offsets[r + 1] - block_offsets[r]
+        for i in range(offsets[r], offsets[r + 1]):
+            run = runs[i]
+            if seen[run, 0] != number:
+                seen[run, 0] = number
+                seen[run, 1] = count
+                numbers[count] = blocks
+                count += 1
+                blocks += lengths[run]
+            reference = reference_of(world, i - base)
+            reference.run = seen[run, 1]
+            reference.length = lengths[run]
+    engine.runs = count
     engine.blocks = blocks
-    engine.chained = chained
-    return blocks
 
 
 @compiled
@@ -133,17 +148,12 @@ def observe_arrival(world, parameters, observation):
     if not arrive(world, parameters):
         return False
     request = engine_of(world).next_request
-    prefetch_requests(world, request + 1)
-    address, count = blocks_of(world, request)
-    observe(
-        state_of(world),
-        parameters,
-        input_of(world, request),
-        address,
-        count,
-        observation,
-        world.scratch_match,
-        world.scratch_forecast,
+    prefetch_request(world, request + 1)
+    matched = world.scratch_match
+    row = 8 * world.prefills
+    match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    observe_matched(
+        state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast
     )
     return True
 
@@ -299,30 +309,40 @@ def _copy8(source, target, start, stop):
 def fork(source, target, sizes):
     """Make cluster `target` a copy of cluster `source` of the same batch; only what is in use is copied.
 
-    `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, OUTCOME, JOB, ENGINE, PREFILL_TIMER, DECODE_TIMER,
-    EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
+    `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, REQUEST, CELL, OUTCOME, JOB, ENGINE, PREFILL_TIMER,
+    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
     """
-    clock, prefill, decode, flight, outcome, job, engine_size, prefill_timer, decode_timer = sizes[:9] // 8
-    eviction, release, flow, member, segment = sizes[9:] // 4
+    clock, prefill, decode, flight, request, cell, outcome, job, engine_size, prefill_timer, decode_timer = (
+        sizes[:11] // 8
+    )
+    eviction, release, flow, member, segment = sizes[11:] // 4
     a = state_of(source)
     b = state_of(target)
     engine = engine_of(source)
     requests = engine.requests
     seen = engine.next_request
-    blocks = engine.blocks
+    runs = engine.runs
     in_flight = clock_of(a).in_flight
     _copy8(a.clock, b.clock, 0, clock)
     _copy8(a.prefill, b.prefill, 0, prefill * source.prefills)
     _copy8(a.decode, b.decode, 0, decode * source.decodes)
     _copy8(a.flight, b.flight, 0, flight * in_flight)
-    _copy8(a.blocks, b.blocks, 0, blocks * a.words)
-    for p in range(source.prefills):
-        _copy8(source.cells, target.cells, p * source.block_capacity, p * source.block_capacity + blocks)
-    _copy8(source.arrival_s, target.arrival_s, 0, requests)
-    _copy4(source.input_tokens, target.input_tokens, 0, requests)
-    _copy4(source.output_tokens, target.output_tokens, 0, requests)
-    _copy8(source.block_offsets, target.block_offsets, 0, requests + 1)
-    _copy4(source.block_ids, target.block_ids, 0, i8_at(source.block_offsets)[requests])
+    _copy8(source.requests, target.requests, 0, request * requests)
+    references = 0
+    if requests > 0:
+        final = request_of(source, requests - 1)
+        references = final.first + final.references
+    _copy8(source.references, target.references, 0, references)
+    _copy4(source.run_blocks, target.run_blocks, 0, runs)
+    _copy8(source.cells, target.cells, 0, cell * runs * source.prefills)
+    numbers = i4_at(source.run_blocks)
+    for run in range(runs):
+        last_block = numbers[run + 1] if run + 1 < runs else engine.blocks
+        for p in range(source.prefills):
+            state_there = cell_of(source, run, p)
+            if state_there.cuts | state_there.ends != 0:
+                row = p * source.block_capacity
+                _copy8(source.parts, target.parts, row + numbers[run], row + last_block)
     _copy8(source.outcomes, target.outcomes, 0, outcome * requests)
     _copy8(source.jobs, target.jobs, 0, job * seen)
     _copy8(source.engine, target.engine, 0, engine_size)
