@@ -164,6 +164,7 @@ class Simulator:
             "releases": ((2 * r,), _state.RELEASE),
             "flows": ((2 * r,), _state.FLOW),
             "active": ((2 * r,), np.int32),
+            "uncapped": ((2 * r,), np.int32),
             "members": ((d, batch_limit), _state.MEMBER),
             "segments": ((d, ring), _state.SEGMENT),
             "due_s": ((slots,), np.float64),

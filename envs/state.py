@@ -359,14 +359,15 @@ DECODE_TIMER = np.dtype(
     ],
     align=True,
 )
-RELEASE = np.dtype(  # the first blocks of a request, as references and how much of the last one (0: all)
-    [("next", "i4"), ("references", "i4"), ("part", "i4")], align=True
+RELEASE = np.dtype(  # of the first blocks of a request: its references, and how much of the last one (0: all)
+    [("next", "i4"), ("first", "i4"), ("references", "i4"), ("part", "i4")], align=True
 )
 FLOW = np.dtype(
     [
         ("source", "i4"),  # NIC sides: see kernel/network.py
         ("target", "i4"),
-        ("phase", "i4"),
+        ("slot", "i4"),  # in `active`
+        ("next", "i4"),  # in the queue of landings
         ("bytes", "f8"),
         ("remaining", "f8"),
         ("rate", "f8"),
@@ -385,6 +386,10 @@ ENGINE = np.dtype(
         ("runs", "i8"),
         ("blocks", "i8"),
         ("active_flows", "i8"),
+        ("uncapped_flows", "i8"),
+        ("held_flows", "i8"),  # capped ones whose rate is below their cap
+        ("landing_head", "i8"),
+        ("landing_tail", "i8"),
         ("recheck", "i8"),
         ("chained", "i8"),  # every run always follows the same one, as with block ids that are chained hashes
         ("error", "i8"),
@@ -415,7 +420,8 @@ class World(NamedTuple):
     parts: Records  # PART [P, blocks]
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
-    active: NDArray[np.int32]  # [2 R] active flows
+    active: NDArray[np.int32]  # [2 R] flows that hold NICs
+    uncapped: NDArray[np.int32]  # [2 R] those of them that can complete
     members: Records  # MEMBER [D, max_batch], by leaving iteration, last first
     segments: Records  # SEGMENT [D, ring]
     due_s: NDArray[np.float64]  # [P + D + 1] next event of each prefill, each decode, the network

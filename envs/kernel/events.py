@@ -18,13 +18,12 @@ from .memory import (
     decode_timer_of,
     engine_of,
     eviction_of,
-    flow_of,
     outcome_of,
     prefill_of,
     prefill_timer_of,
     state_of,
 )
-from .network import MOVING, complete_flow, next_flow, remove_flow, schedule_network
+from .network import complete_flow, next_flow, schedule_network, take_landing
 from .prefill import admit, end_prefill, land_fetch
 from .timers import clear_timers, next_due
 
@@ -46,11 +45,11 @@ def advance(world, parameters, until_s):
         elif slot < world.prefills + world.decodes:
             boundary(world, parameters, slot - world.prefills)
         else:
-            flow_id = next_flow(world)
-            if flow_of(world, flow_id).phase == MOVING:
+            flow_id, lands = next_flow(world)
+            if not lands:
                 complete_flow(world, parameters, flow_id)
             else:
-                remove_flow(world, flow_id)
+                take_landing(world)
                 if flow_id < engine.requests:
                     land_fetch(world, parameters, flow_id)
                 else:
@@ -199,5 +198,9 @@ def reset(world, parameters):
         outcome.tbt_mean_s = np.nan
     engine.next_request = 0
     engine.active_flows = 0
+    engine.uncapped_flows = 0
+    engine.held_flows = 0
+    engine.landing_head = -1
+    engine.landing_tail = -1
     engine.error = 0
     clear_timers(world)

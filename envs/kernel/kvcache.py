@@ -216,14 +216,15 @@ def release(world, p, entry, stop):
             _unpin_part(world, reference.run, p, part)
         start += reference.length
         i += 1
-    chain_release(world, p, entry, i - asked.first, part)
+    chain_release(world, p, entry, asked.first, i - asked.first, part)
 
 
 @compiled
-def chain_release(world, p, entry, references, part):
-    """`entry` is p's last release now: of whole runs, but of the last one only `part` blocks unless 0."""
+def chain_release(world, p, entry, first, references, part):
+    """`entry` is p's last release now: of the runs referred to, of the last one only `part` blocks unless that is 0."""
     released = release_of(world, entry)
     released.next = -1
+    released.first = first
     released.references = references
     released.part = part
     timer = prefill_timer_of(world, p)
@@ -273,11 +274,9 @@ def _evict(world, p, tier, wanted):
     while place.release >= 0:
         entry = place.release
         released = release_of(world, entry)
-        request = _request_of_release(world, entry)
-        first = request_of(world, request).first
         position = place.position
         while position >= 0:
-            reference = reference_of(world, first + position)
+            reference = reference_of(world, released.first + position)
             part = released.part if position == released.references - 1 else 0
             mask = _last_released(world, reference, p, entry, part)
             if mask == 0:
@@ -311,5 +310,6 @@ def _evict(world, p, tier, wanted):
         place.release = released.next
         place.position = following.references - 1
         if following.next >= 0:
-            prefetch_cells(world, _request_of_release(world, following.next), p)
+            later = release_of(world, following.next)
+            prefetch_cells(world, later.first + later.references - 2, 2, p)
     return wanted - left

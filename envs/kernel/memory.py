@@ -322,10 +322,9 @@ def part_of(world, run, p, blocks):
 
 
 @compiled
-def prefetch_cells(world, request, p):
-    """Start to bring the runs of `request` on an instance."""
-    asked = request_of(world, request)
-    for i in range(asked.first, asked.first + asked.references):
+def prefetch_cells(world, first, count, p):
+    """Start to bring the runs of references first .. first + count - 1 (from 0) on an instance."""
+    for i in range(max(0, first), first + count):
         prefetch(world.cells + CELL_BYTES * (reference_of(world, i).run * world.prefills + p))
 
 
@@ -378,7 +377,8 @@ def prefetch_events(world, p):
         return
     _prefetch_records(world, request)
     if p >= 0:
-        prefetch_cells(world, request, p)
+        asked = request_of(world, request)
+        prefetch_cells(world, asked.first, asked.references, p)
     _prefetch_range(state.flight, FLIGHT_BYTES * clock_of(state).in_flight)
     until_s = 1e300  # all that is due at all
     if request + 1 < engine.requests:
@@ -389,7 +389,8 @@ def prefetch_events(world, p):
         if due[i] <= until_s:
             running = prefill_timer_of(world, i).job
             _prefetch_records(world, running)
-            prefetch_cells(world, running, i)
+            asked = request_of(world, running)
+            prefetch_cells(world, asked.first, asked.references, i)
             prefetch(world.flows + FLOW_BYTES * (engine.requests + running))
     for d in range(world.decodes):
         if due[world.prefills + d] <= until_s:

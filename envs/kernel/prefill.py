@@ -342,7 +342,7 @@ def _keep(world, request, p, node):
         cell.cuts = 0
         cell.pins -= 1
     if asked.references > 0:
-        chain_release(world, p, request, asked.references, 0)
+        chain_release(world, p, request, asked.first, asked.references, 0)
 
 
 @compiled

@@ -33,6 +33,7 @@ from .memory import (
     decode_timer_of,
     engine_of,
     f8_at,
+    flow_of,
     i4_at,
     i8_at,
     input_of,
@@ -355,6 +356,11 @@ def fork(source, target, sizes):
     _copy4(source.active, target.active, 0, engine.active_flows)
     for i in range(engine.active_flows):
         _copy4(source.flows, target.flows, flow * active[i], flow * (active[i] + 1))
+    _copy4(source.uncapped, target.uncapped, 0, engine.uncapped_flows)
+    landing = engine.landing_head
+    while landing >= 0:
+        _copy4(source.flows, target.flows, flow * landing, flow * (landing + 1))
+        landing = flow_of(source, landing).next
     for d in range(source.decodes):
         members = decode_of(a, d).batch
         row = member * source.batch_limit * d
