@@ -173,7 +173,7 @@ class Simulator:
             "scratch_match": ((3, p), np.int64),
             "scratch_forecast": ((d, 2), np.float64),
             "scratch_nics": ((2, 2 * p + d), np.int64),
-            "scratch_capacity": ((2 * p + d,), np.float64),
+            "scratch_capacity": ((2, 2 * p + d), np.float64),
             "scratch_members": ((2 * r,), np.int32),
         }
         self.batch = _allocate(c, state, world)
@@ -303,7 +303,7 @@ class Simulator:
     def observe(self, cluster: int) -> bool:
         """Go to a cluster's next arrival and observe it; False when none is left (then the cluster has drained)."""
         more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters[cluster], self.observations[cluster]))
-        self._raise_errors()
+        self.raise_errors()
         return more
 
     def decide(self, cluster: int, prefill: int, decode: int = -1, source: Source = Source.LOCAL) -> None:
@@ -333,7 +333,7 @@ class Simulator:
         """
         stop = self.clusters if stop is None else stop
         _replay.step(self.worlds, self.parameters, self.observations, actions, done, start, stop)
-        self._raise_errors()
+        self.raise_errors()
 
     def replay(
         self,
@@ -363,7 +363,7 @@ class Simulator:
             np.zeros(3, np.int64),
             limit,
         )
-        self._raise_errors()
+        self.raise_errors()
 
     def fork(self, source: int, target: int) -> None:
         """Make cluster `target` a copy of cluster `source`, observation included, to try another future from here.
@@ -396,7 +396,8 @@ class Simulator:
         """How many requests a cluster has been given."""
         return int(self.batch.engine[cluster, 0]["requests"])
 
-    def _raise_errors(self) -> None:
+    def raise_errors(self) -> None:
+        """Raise what a kernel found wrong."""
         errors = self.batch.engine["error"][:, 0]
         if errors.any():
             c = int(np.flatnonzero(errors)[0])

@@ -13,6 +13,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+
+def _lines(dtype: np.dtype) -> np.dtype:
+    """`dtype` padded to whole cache lines, so that a record lies in no more of them than it must."""
+    names = dtype.names or ()
+    fields = [(dtype.fields or {})[name] for name in names]
+    return np.dtype(
+        {
+            "names": names,
+            "formats": [field[0] for field in fields],
+            "offsets": [field[1] for field in fields],
+            "itemsize": -(-dtype.itemsize // 64) * 64,
+        },
+        align=True,
+    )
+
+
 Records = np.ndarray  # a structured array; its dtype is named beside each field
 
 
@@ -282,6 +298,7 @@ OUTCOME = np.dtype(
     ],
     align=True,
 )
+OUTCOME = _lines(OUTCOME)
 """One row per request: the `Outcome`. Times are NaN and indices -1 where the request never got that far."""
 
 
@@ -431,5 +448,5 @@ class World(NamedTuple):
     scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
     scratch_forecast: NDArray[np.float64]  # [D, 2]
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
-    scratch_capacity: NDArray[np.float64]  # [2 P + D]
+    scratch_capacity: NDArray[np.float64]  # [2, 2 P + D]
     scratch_members: NDArray[np.int32]  # [2 R]

@@ -109,6 +109,7 @@ FLOW_BYTES = _state.FLOW.itemsize
 SEGMENT_BYTES = _state.SEGMENT.itemsize
 i4_at = _numbers_at(types.int32)
 i8_at = _numbers_at(types.int64)
+f4_at = _numbers_at(types.float32)
 f8_at = _numbers_at(types.float64)
 u1_at = _numbers_at(types.uint8)
 

@@ -119,12 +119,16 @@ def _admit_flow(world, parameters, flow_id):
     node = prefill_node_of(parameters, flow.source)
     rate = min(node.nic_bytes_per_s - source_used, bandwidth(parameters, flow.target) - target_used)
     if flow.cap > rate:
-        engine_of(world).held_flows += flow.cap != np.inf
         # it takes what the others leave; fair as long as they are all at their caps and none of them has more
         if _held_back(world, flow_id) or (max(source_used, target_used) > rate and _most_of_others(world, flow) > rate):
+            if flow.cap != np.inf:
+                flow.rate = flow.cap
+                prefill_of(state, flow.source).tx_used = source_used + flow.cap
+                _set_used(state, flow.target, target_used + flow.cap)
             _share(world, parameters, flow.source, flow.target)
             schedule_network(world)
             return
+        engine_of(world).held_flows += flow.cap != np.inf
     else:
         rate = flow.cap
     flow.rate = rate
@@ -259,7 +263,7 @@ def take_landing(world):
 
 @compiled
 def _mark(world, parameters, nic, count):
-    """Put a NIC side on the list of `_share` unless it is there; returns the length of the list."""
+    """Put a NIC side on the list of `_fill` unless it is there; returns the length of the list."""
     nics = 2 * world.prefills + world.decodes
     listed = i8_at(world.scratch_nics)
     unfixed = i8_at(world.scratch_nics + 8 * nics)
@@ -274,26 +278,37 @@ def _mark(world, parameters, nic, count):
 
 @compiled
 def _share(world, parameters, source, target):
-    """Share out afresh the NICs that are connected to `source` or `target` (progressive filling)."""
+    """Share out afresh the NICs that are connected to `source` or `target`."""
+    # mostly, the capped transfers can keep their caps
+    if engine_of(world).held_flows > 0 or not _fill(world, parameters, source, target, True):
+        _fill(world, parameters, source, target, False)
+
+
+@compiled
+def _fill(world, parameters, source, target, only_uncapped):
+    """Progressive filling. `only_uncapped`: only uncapped transfers change; False if that would not be fair."""
     engine = engine_of(world)
     state = state_of(world)
     now_s = clock_of(state).now_s
+    sides = 2 * world.prefills + world.decodes
     listed = i8_at(world.scratch_nics)
-    unfixed = i8_at(world.scratch_nics + 8 * (2 * world.prefills + world.decodes))
+    unfixed = i8_at(world.scratch_nics + 8 * sides)
     capacity = f8_at(world.scratch_capacity)
+    fixed = f8_at(world.scratch_capacity + 8 * sides)  # bytes per second of the transfers that do not change
     members = i4_at(world.scratch_members)
-    active = i4_at(world.active)
+    flows = i4_at(world.uncapped) if only_uncapped else i4_at(world.active)
+    candidates = engine.uncapped_flows if only_uncapped else engine.active_flows
 
     # 1. the connected component: its NICs in `listed`, its flows at the front of `members`
     nics = _mark(world, parameters, source, 0)
     nics = _mark(world, parameters, target, nics)
-    for i in range(engine.active_flows):
-        members[i] = active[i]
+    for i in range(candidates):
+        members[i] = flows[i]
     count = 0
     grown = True
     while grown:
         grown = False
-        for i in range(count, engine.active_flows):
+        for i in range(count, candidates):
             flow = flow_of(world, members[i])
             by_source = False
             by_target = False
@@ -310,13 +325,24 @@ def _share(world, parameters, source, target):
                 grown = True
 
     # 2. bring its flows up to now; fill
+    for j in range(nics):
+        fixed[listed[j]] = used(state, listed[j]) if only_uncapped else 0.0
     for i in range(count):
         flow = flow_of(world, members[i])
         flow.remaining = max(0.0, flow.remaining - flow.rate * (now_s - flow.updated_s))
         flow.updated_s = now_s
-        engine.held_flows -= flow.cap != np.inf and flow.rate < flow.cap
         unfixed[flow.source] += 1
         unfixed[flow.target] += 1
+        if only_uncapped:
+            fixed[flow.source] -= flow.rate
+            fixed[flow.target] -= flow.rate
+        else:
+            engine.held_flows -= flow.cap != np.inf and flow.rate < flow.cap
+    for j in range(nics):
+        nic = listed[j]
+        capacity[nic] -= fixed[nic]
+        if capacity[nic] < 0.0:
+            return False
     left = count
     while left > 0:
         level = np.inf
@@ -328,6 +354,8 @@ def _share(world, parameters, source, target):
                 if share < level:
                     level = share
                     bottleneck = nic
+        if only_uncapped and fixed[bottleneck] > level:
+            return False  # one that does not change could have more than those that are held back
         for i in range(left):
             cap = flow_of(world, members[i]).cap
             if cap <= level:
@@ -348,18 +376,17 @@ def _share(world, parameters, source, target):
                 i += 1
 
     # 3. what it means for NICs and completions
-    for j in range(nics):
-        capacity[listed[j]] = 0.0
     for i in range(count):
         flow = flow_of(world, members[i])
-        capacity[flow.source] += flow.rate
-        capacity[flow.target] += flow.rate
+        fixed[flow.source] += flow.rate
+        fixed[flow.target] += flow.rate
         if flow.cap == np.inf:
             flow.due_s = now_s + flow.remaining / flow.rate
         elif flow.rate < flow.cap:
             engine.held_flows += 1
     for j in range(nics):
-        _set_used(state, listed[j], capacity[listed[j]])
+        _set_used(state, listed[j], fixed[listed[j]])
+    return True
 
 
 @compiled

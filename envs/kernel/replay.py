@@ -32,6 +32,7 @@ from .memory import (
     decode_of,
     decode_timer_of,
     engine_of,
+    f4_at,
     f8_at,
     flow_of,
     i4_at,
@@ -52,6 +53,7 @@ from .memory import (
 from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
+DONE, FAILED, OUT_OF_RANGE = 0, 1, 2  # what became of a step of a batch
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
@@ -195,6 +197,32 @@ def replay(world, parameters, observation, router, router_values, admission, adm
 
 
 @compiled
+def _step(worlds, parameters, observations, actions, done, c, stop):
+    world = worlds[c]
+    observation = observations[c]
+    if c + 2 < stop:
+        prefetch_tables(worlds[c + 2])
+    if c + 1 < stop:
+        coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
+        prefetch_events(worlds[c + 1], coming)
+    if engine_of(world).next_request >= engine_of(world).requests:
+        done[c] = True
+        return
+    prefill = -1
+    decode = -1
+    source = 0
+    if actions[c] > 0:
+        pair = (actions[c] - 1) // 3
+        prefill = pair // world.decodes
+        decode = pair % world.decodes
+        source = (actions[c] - 1) % 3
+        if not source_allowed(observation, prefill, LOCAL) or not decode_allowed(observation, decode):
+            prefill = -1
+    carry_out(world, parameters[c], observation, prefill, decode, source)
+    done[c] = not observe_arrival(world, parameters[c], observation)
+
+
+@compiled
 def step(worlds, parameters, observations, actions, done, start, stop):
     """One decision in each of the clusters start .. stop - 1, then on to their next arrivals, observed.
 
@@ -202,28 +230,46 @@ def step(worlds, parameters, observations, actions, done, start, stop):
     `done[c]` is set where no request is left; such a cluster has been drained, and further steps leave it alone.
     """
     for c in range(start, stop):
-        world = worlds[c]
-        observation = observations[c]
-        if c + 2 < stop:
-            prefetch_tables(worlds[c + 2])
-        if c + 1 < stop:
-            coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
-            prefetch_events(worlds[c + 1], coming)
-        if engine_of(world).next_request >= engine_of(world).requests:
-            done[c] = True
-            continue
-        prefill = -1
-        decode = -1
-        source = 0
-        if actions[c] > 0:
-            pair = (actions[c] - 1) // 3
-            prefill = pair // world.decodes
-            decode = pair % world.decodes
-            source = (actions[c] - 1) % 3
-            if not source_allowed(observation, prefill, LOCAL) or not decode_allowed(observation, decode):
-                prefill = -1
-        carry_out(world, parameters[c], observation, prefill, decode, source)
-        done[c] = not observe_arrival(world, parameters[c], observation)
+        _step(worlds, parameters, observations, actions, done, c, stop)
+
+
+@compiled
+def step_and_show(
+    worlds, parameters, observations, actions, done, settled, masks, request, prefill, decode, cluster
+):
+    """`step` for all clusters, then `show`; returns DONE, FAILED (`engine.error`) or OUT_OF_RANGE (nothing done)."""
+    count = len(actions)
+    for c in range(count):
+        if actions[c] < 0 or actions[c] >= masks.shape[1]:
+            return OUT_OF_RANGE
+    outcome = DONE
+    for c in range(count):
+        _step(worlds, parameters, observations, actions, done, c, count)
+        show(worlds, observations, settled, masks, request, prefill, decode, cluster, c)
+        if engine_of(worlds[c]).error != 0:
+            outcome = FAILED
+    return outcome
+
+
+@compiled
+def show(worlds, observations, settled, masks, request, prefill, decode, cluster, c):
+    """Write what is to be seen of cluster c into row c of each table.
+
+    `settled` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far; `masks` as
+    `action_masks`; the observation as float32 tables [C, ...], cut to +-LARGEST.
+    """
+    clock = clock_of(state_of(worlds[c]))
+    settled[c, 0] = clock.good
+    settled[c, 1] = clock.violated
+    settled[c, 2] = clock.rejected_at_arrival
+    settled[c, 3] = clock.rejected_at_decode
+    settled[c, 4] = clock.wasted_prefill_s
+    observation = observations[c]
+    _mask(observation, masks[c])
+    _export(observation.request, request[c])
+    _export(observation.prefill, prefill[c])
+    _export(observation.decode, decode[c])
+    _export(observation.cluster, cluster[c])
 
 
 @compiled
@@ -242,52 +288,52 @@ def choose_actions(observations, router, router_values, admission, admission_val
 def action_masks(observations, masks, start, stop):
     """`masks` bool[C, 1 + P D 3]: which actions are valid in clusters start .. stop - 1. Rejecting always is."""
     for c in range(start, stop):
-        observation = observations[c]
-        sources = u1_at(observation.prefill_mask)
-        up = u1_at(observation.decode_mask)
-        row = masks[c]
-        row[0] = True
-        i = 1
-        for p in range(observation.prefills):
-            local = sources[3 * p] != 0
-            fetch = sources[3 * p + 1] != 0
-            recompute = sources[3 * p + 2] != 0
-            for d in range(observation.decodes):
-                allowed = up[d] != 0
-                row[i] = local & allowed
-                row[i + 1] = fetch & allowed
-                row[i + 2] = recompute & allowed
-                i += 3
+        _mask(observations[c], masks[c])
+
+
+# Words of every third byte, from byte 0, 1 and 2 on.
+_FROM_0, _FROM_1, _FROM_2 = 0x0001000001000001, 0x0100000100000100, 0x0000010000010000
 
 
 @compiled
-def _export(source, target, count):
+def _mask(observation, row):
+    sources = u1_at(observation.prefill_mask)
+    up = u1_at(observation.decode_mask)
+    decodes = observation.decodes
+    address = row.ctypes.data
+    values = u1_at(address)
+    values[0] = 1
+    for p in range(observation.prefills):
+        local = np.int64(sources[3 * p])
+        fetch = np.int64(sources[3 * p + 1])
+        recompute = np.int64(sources[3 * p + 2])
+        i = 1 + 3 * decodes * p
+        for _ in range(decodes >> 3):  # eight decodes are three words
+            words = i8_at(address + i)
+            words[0] = local * _FROM_0 + fetch * _FROM_1 + recompute * _FROM_2
+            words[1] = local * _FROM_1 + fetch * _FROM_2 + recompute * _FROM_0
+            words[2] = local * _FROM_2 + fetch * _FROM_0 + recompute * _FROM_1
+            i += 24
+        for _ in range(decodes & 7):
+            values[i] = local
+            values[i + 1] = fetch
+            values[i + 2] = recompute
+            i += 3
+    for d in range(decodes):
+        if up[d] == 0:
+            for p in range(observation.prefills):
+                i = 1 + 3 * (decodes * p + d)
+                values[i] = 0
+                values[i + 1] = 0
+                values[i + 2] = 0
+
+
+@compiled
+def _export(source, target):
     values = f8_at(source)
-    for i in range(count):
-        target[i] = min(max(values[i], -LARGEST), LARGEST)
-
-
-@compiled
-def export(observations, request, prefill, decode, cluster, start, stop):
-    """Observations as float32 tables [C, features of all rows], cut to +-LARGEST."""
-    for c in range(start, stop):
-        observation = observations[c]
-        _export(observation.request, request[c], request.shape[1])
-        _export(observation.prefill, prefill[c], prefill.shape[1])
-        _export(observation.decode, decode[c], decode.shape[1])
-        _export(observation.cluster, cluster[c], cluster.shape[1])
-
-
-@compiled
-def settled(worlds, counts, start, stop):
-    """`counts` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far."""
-    for c in range(start, stop):
-        clock = clock_of(state_of(worlds[c]))
-        counts[c, 0] = clock.good
-        counts[c, 1] = clock.violated
-        counts[c, 2] = clock.rejected_at_arrival
-        counts[c, 3] = clock.rejected_at_decode
-        counts[c, 4] = clock.wasted_prefill_s
+    flat = f4_at(target.ctypes.data)
+    for i in range(target.size):
+        flat[i] = min(max(values[i], -LARGEST), LARGEST)
 
 
 @compiled
