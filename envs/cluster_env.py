@@ -185,7 +185,10 @@ class _Clusters:
             self._tables = {name: table.copy() for name, table in self._tables.items()}
             self._handed_out = False
         simulator = self.simulator
-        _replay.show(simulator.worlds, simulator.observations, self.settled, self.masks, *self._tables.values(), c)
+        request, prefill, decode, cluster = self._tables.values()
+        _replay.show(
+            simulator.worlds, simulator.observations, self.settled, self.masks, request, prefill, decode, cluster, c
+        )
         self.before[c] = 0.0
         self.done[c] = False
         return {"start": first, "load": load}

@@ -8,7 +8,7 @@ is arrays, so a state forks by copying memory. docs/physics.md defines every qua
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 def _lines(dtype: np.dtype) -> np.dtype:
     """`dtype` padded to whole cache lines, so that a record lies in no more of them than it must."""
-    names = dtype.names or ()
-    fields = [(dtype.fields or {})[name] for name in names]
+    fields: Any = dtype.fields
+    names = list(fields)
     return np.dtype(
         {
             "names": names,
-            "formats": [field[0] for field in fields],
-            "offsets": [field[1] for field in fields],
+            "formats": [fields[name][0] for name in names],
+            "offsets": [fields[name][1] for name in names],
             "itemsize": -(-dtype.itemsize // 64) * 64,
         },
         align=True,

@@ -97,6 +97,11 @@ def _numbers_at(kind: Any) -> Any:
 
 
 REFERENCE_BYTES = _state.REFERENCE.itemsize
+PREFILL_PARAMETERS_BYTES = _state.PREFILL_PARAMETERS.itemsize
+DECODE_PARAMETERS_BYTES = _state.DECODE_PARAMETERS.itemsize
+PREFILL_FEATURES_BYTES = _state.PREFILL_FEATURES.itemsize
+DECODE_FEATURES_BYTES = _state.DECODE_FEATURES.itemsize
+REQUEST_BYTES = _state.REQUEST.itemsize
 CELL_BYTES = _state.CELL.itemsize
 PREFILL_BYTES = _state.PREFILL.itemsize
 DECODE_BYTES = _state.DECODE.itemsize
@@ -349,9 +354,13 @@ def _prefetch_range(address, size):
 
 
 @compiled
-def prefetch_tables(world):
+def prefetch_tables(world, parameters, observation):
     """Start to bring the tables that a step of a cluster is sure to look at."""
     state = state_of(world)
+    _prefetch_range(parameters.prefill, PREFILL_PARAMETERS_BYTES * world.prefills)
+    _prefetch_range(parameters.decode, DECODE_PARAMETERS_BYTES * world.decodes)
+    _prefetch_range(observation.prefill, PREFILL_FEATURES_BYTES * world.prefills)
+    _prefetch_range(observation.decode, DECODE_FEATURES_BYTES * world.decodes)
     _prefetch_range(state.prefill, PREFILL_BYTES * world.prefills)
     _prefetch_range(state.decode, DECODE_BYTES * world.decodes)
     _prefetch_range(world.prefill_timers, PREFILL_TIMER_BYTES * world.prefills)
@@ -362,6 +371,7 @@ def prefetch_tables(world):
 
 @compiled
 def _prefetch_records(world, request):
+    prefetch(world.requests + REQUEST_BYTES * request)
     prefetch(world.jobs + JOB_BYTES * request)
     _prefetch_range(world.outcomes + OUTCOME_BYTES * request, OUTCOME_BYTES)
 
@@ -388,20 +398,29 @@ def prefetch_events(world, p):
     due = f8_at(world.due_s)
     for i in range(world.prefills):
         if due[i] <= until_s:
-            running = prefill_timer_of(world, i).job
+            timer = prefill_timer_of(world, i)
+            running = np.int64(timer.job)
+            following = np.int64(timer.queue_head)
             _prefetch_records(world, running)
+            prefetch(world.flows + FLOW_BYTES * (engine.requests + running))
+            if following >= 0:
+                _prefetch_records(world, following)
+                prefetch(world.flows + FLOW_BYTES * (engine.requests + following))
+                asked = request_of(world, following)
+                prefetch_cells(world, asked.first, asked.references, i)
             asked = request_of(world, running)
             prefetch_cells(world, asked.first, asked.references, i)
-            prefetch(world.flows + FLOW_BYTES * (engine.requests + running))
     for d in range(world.decodes):
         if due[world.prefills + d] <= until_s:
             _prefetch_records(world, member_of(world, d, decode_of(state, d).batch - 1).request)
             last = decode_timer_of(world, d).segments & (world.ring - 1)
             row = world.segments + SEGMENT_BYTES * world.ring * d
             _prefetch_range(row + SEGMENT_BYTES * max(0, last - 24), SEGMENT_BYTES * min(last, 24))
-    active = i4_at(world.active)
-    for i in range(engine.active_flows):
-        prefetch(world.flows + FLOW_BYTES * active[i])
+    uncapped = i4_at(world.uncapped)
+    for i in range(engine.uncapped_flows):
+        prefetch(world.flows + FLOW_BYTES * uncapped[i])
+        if uncapped[i] >= engine.requests:
+            _prefetch_records(world, uncapped[i] - engine.requests)
 
 
 @compiled

@@ -310,7 +310,7 @@ def _keep(world, request, p, node):
         cell = cell_of(world, reference.run, p)
         # what is on its way to a later request has a place already
         missing = mask_of(reference.length) & ~(cell.host | cell.transit)
-        blocks = np.int64(reference.length)
+        blocks = reference.length
         if missing != 0:
             wanted = bits_in(missing)
             room = make_room(world, p, HOST, node.host_blocks, wanted)

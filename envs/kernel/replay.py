@@ -155,9 +155,7 @@ def observe_arrival(world, parameters, observation):
     matched = world.scratch_match
     row = 8 * world.prefills
     match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
-    observe_matched(
-        state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast
-    )
+    observe_matched(state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast)
     return True
 
 
@@ -201,7 +199,7 @@ def _step(worlds, parameters, observations, actions, done, c, stop):
     world = worlds[c]
     observation = observations[c]
     if c + 2 < stop:
-        prefetch_tables(worlds[c + 2])
+        prefetch_tables(worlds[c + 2], parameters[c + 2], observations[c + 2])
     if c + 1 < stop:
         coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
         prefetch_events(worlds[c + 1], coming)
@@ -234,9 +232,7 @@ def step(worlds, parameters, observations, actions, done, start, stop):
 
 
 @compiled
-def step_and_show(
-    worlds, parameters, observations, actions, done, settled, masks, request, prefill, decode, cluster
-):
+def step_and_show(worlds, parameters, observations, actions, done, settled, masks, request, prefill, decode, cluster):
     """`step` for all clusters, then `show`; returns DONE, FAILED (`engine.error`) or OUT_OF_RANGE (nothing done)."""
     count = len(actions)
     for c in range(count):
@@ -255,8 +251,8 @@ def step_and_show(
 def show(worlds, observations, settled, masks, request, prefill, decode, cluster, c):
     """Write what is to be seen of cluster c into row c of each table.
 
-    `settled` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far; `masks` as
-    `action_masks`; the observation as float32 tables [C, ...], cut to +-LARGEST.
+    `settled` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far; `masks` bool
+    [C, 1 + P D 3]: which actions are valid, rejecting always is; the observation as float32 tables, cut to +-LARGEST.
     """
     clock = clock_of(state_of(worlds[c]))
     settled[c, 0] = clock.good
@@ -284,19 +280,13 @@ def choose_actions(observations, router, router_values, admission, admission_val
             actions[c] = 1 + (decision[0] * observations[c].decodes + decision[1]) * 3 + decision[2]
 
 
-@compiled
-def action_masks(observations, masks, start, stop):
-    """`masks` bool[C, 1 + P D 3]: which actions are valid in clusters start .. stop - 1. Rejecting always is."""
-    for c in range(start, stop):
-        _mask(observations[c], masks[c])
-
-
 # Words of every third byte, from byte 0, 1 and 2 on.
 _FROM_0, _FROM_1, _FROM_2 = 0x0001000001000001, 0x0100000100000100, 0x0000010000010000
 
 
 @compiled
 def _mask(observation, row):
+    """`row` bool[1 + P D 3]: which actions are valid."""
     sources = u1_at(observation.prefill_mask)
     up = u1_at(observation.decode_mask)
     decodes = observation.decodes
