@@ -225,7 +225,6 @@ def complete_flow(world, parameters, flow_id):
     sender = prefill_of(state, flow.source)
     sender.tx_flows -= 1
     sender.tx_used = sender.tx_used - flow.rate if sender.tx_flows > 0 else 0.0
-    sender.tx_backlog_bytes = sender.tx_backlog_bytes - flow.bytes if sender.tx_flows > 0 else 0.0
     target_left = _count_receiver(state, flow.target, -1)
     _set_used(state, flow.target, used(state, flow.target) - flow.rate if target_left > 0 else 0.0)
     # off the lists; that of the uncapped stays in order
@@ -234,6 +233,12 @@ def complete_flow(world, parameters, flow_id):
     last = active[engine.active_flows]
     active[flow.slot] = last
     flow_of(world, last).slot = flow.slot
+    # summed afresh: what subtraction leaves would break ties between equal backlogs
+    sender.tx_backlog_bytes = 0.0
+    if sender.tx_flows > 0:
+        for i in range(engine.active_flows):
+            other = flow_of(world, active[i])
+            sender.tx_backlog_bytes += other.bytes if other.source == flow.source else 0.0
     uncapped = i4_at(world.uncapped)
     i = 0
     while uncapped[i] != flow_id:
