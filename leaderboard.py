@@ -111,22 +111,14 @@ class Setting:
 
     def simulator(self, clusters: int = 1) -> Simulator:
         """Clusters with room for the part."""
-        trace = self.part.traces[0]
-        return Simulator(
-            self.spec,
-            clusters=clusters,
-            max_requests=trace.n_requests,
-            max_references=len(trace.block_ids),
-            max_blocks=trace.n_distinct_blocks,
-            max_output_tokens=int(trace.output_tokens.max(initial=1)),
-        )
+        return Simulator.with_room(self.spec, self.part.traces[0], clusters=clusters)
 
     def replay_of(self, simulator: Simulator, cluster: int) -> Replay:
         """What a drained cluster of `simulator` made of the part; a copy."""
         counted = slice(self.part.warmup, None)
         trace = self.part.traces[0]
         return Replay(
-            simulator.batch.arrival_s[cluster, : trace.n_requests][counted].copy(),
+            simulator.outcomes(cluster)["arrival_s"][counted].copy(),
             trace.input_tokens[counted],
             trace.output_tokens[counted],
             simulator.outcomes(cluster)[counted].copy(),

@@ -5,8 +5,8 @@ All in one run, so that the figures are ratios of one machine's mood:
 - `stream_vs_echo`: requests per second of `ScheduleStream` over those of a grpc.aio server that echoes the same messages.
 - `decision_us`: median microseconds of `Conductor.schedule` (hash, match, observe, policy, reservation), by tokens of the
   prompt; `decision_us_learned` with an exported network, `decision_us_list` with the prompt as a list of int, which is
-  what `dynamo_us` gets: NVIDIA Dynamo's `SelectionService.select_and_reserve` with as many workers (where it is installed,
-  in this environment or in another one named by --dynamo-python).
+  what `dynamo_us` gets: NVIDIA Dynamo's `SelectionService.select_and_reserve` with as many workers (where it is
+  installed, in this environment or in another one named by --dynamo-python).
 - `match_128k_us`: a prompt of 131,072 tokens hashed and found in the prefix index.
 - `kv_blocks_per_second`: KV events taken in, from payload to index, while requests are decided.
 - `envoy_vs_noop`: what this endpoint picker adds to a request through Envoy, over what one adds that always says the same.
@@ -345,10 +345,12 @@ async def messages_per_second(port: int, method: str, count: int) -> float:
 
     given = prompts(PROMPT_TOKENS, 64)
     messages = [
-        pb.ScheduleRequest(tokens=prompt.tobytes(), unreported=True, lease_s=1.0).SerializeToString() for prompt in given
+        pb.ScheduleRequest(tokens=prompt.tobytes(), unreported=True, lease_s=1.0).SerializeToString()
+        for prompt in given
     ]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
-        call = channel.stream_stream(method)()  # bytes in, bytes out: the client costs the same for both
+        # bytes in, bytes out: the client costs the same for both
+        call = channel.stream_stream(method, request_serializer=None, response_deserializer=None)(None)
         room = asyncio.Semaphore(WINDOW)
 
         async def send() -> None:
@@ -374,9 +376,20 @@ def stream_rates(rounds: int = 5, count: int = 3000) -> dict[str, float]:
     """Messages per second of the echo and of the sidecar, in turns; medians, and the median of their ratios."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
-        workers = [{k: v for k, v in worker.items() if k not in ("address", "kv_events")} for worker in CLUSTER["workers"]]  # type: ignore[attr-defined]
+        workers = [
+            {k: v for k, v in worker.items() if k not in ("address", "kv_events")} for worker in CLUSTER["workers"]
+        ]  # type: ignore[attr-defined]
         path.write_text(yaml.safe_dump(CLUSTER | {"workers": workers}))
-        serve = ("--cluster", str(path), "--grpc", "127.0.0.1:0", "--blocks", str(2 * INDEX_BLOCKS), "--approximate-ttl-s", "1")
+        serve = (
+            "--cluster",
+            str(path),
+            "--grpc",
+            "127.0.0.1:0",
+            "--blocks",
+            str(2 * INDEX_BLOCKS),
+            "--approximate-ttl-s",
+            "1",
+        )
         with Server("--serve-echo") as echo, Server(*serve) as sidecar:
             pairs = []
             for i in range(rounds + 1):

@@ -129,16 +129,7 @@ class _Clusters:
         self.episodes = episodes
         self.rewards = rewards
         self.window = min(episodes.requests, self.trace.n_requests)
-        offsets = self.trace.block_offsets
-        references = int((offsets[self.window :] - offsets[: -self.window]).max()) if self.trace.has_blocks else 0
-        self.simulator = Simulator(
-            self.spec,
-            clusters=count,
-            max_requests=self.window,
-            max_references=max(1, references),
-            max_blocks=max(1, min(references, self.trace.n_distinct_blocks)),
-            max_output_tokens=int(self.trace.output_tokens.max()),
-        )
+        self.simulator = Simulator.with_room(self.spec, self.trace, clusters=count, requests=self.window)
         self.base = self.spec.parameters()
         p, d = self.simulator.prefills, self.simulator.decodes
         self.n_actions = 1 + p * d * 3
@@ -148,11 +139,12 @@ class _Clusters:
             "decode": (d, len(DECODE_FEATURES.names or ())),
             "cluster": (len(CLUSTER_FEATURES.names or ()),),
         }
-        self.masks = np.zeros((count, self.n_actions), np.bool_)
         self.settled = np.zeros((count, 5))
         self.before = np.zeros((count, 5))
         self.done = np.zeros(count, np.bool_)
         self.started = False
+        self.masks, self._tables = self._new_tables()
+        self._handed_out = False  # whether somebody else has the present tables
 
     def observation_space(self) -> gym.spaces.Dict:
         return gym.spaces.Dict(
@@ -188,8 +180,16 @@ class _Clusters:
                 table["up"] = 0
                 table["up"][rng.permutation(len(table))[:up]] = 1
         self.simulator.observe(c)
-        _replay.action_masks(self.simulator.observations, self.masks, c, c + 1)
-        self.before[c] = self.settled[c] = 0.0
+        if self._handed_out:
+            self.masks = self.masks.copy()
+            self._tables = {name: table.copy() for name, table in self._tables.items()}
+            self._handed_out = False
+        simulator = self.simulator
+        request, prefill, decode, cluster = self._tables.values()
+        _replay.show(
+            simulator.worlds, simulator.observations, self.settled, self.masks, request, prefill, decode, cluster, c
+        )
+        self.before[c] = 0.0
         self.done[c] = False
         return {"start": first, "load": load}
 
@@ -211,23 +211,39 @@ class _Clusters:
         count = len(self.done)
         if actions.dtype.kind not in "iu":
             raise ValueError(f"expected whole numbers as actions, got {actions.dtype}: {actions!r}")
-        if actions.shape != (count,) or actions.min() < 0 or actions.max() >= self.n_actions:
-            raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
         if not self.started:
             raise gym.error.ResetNeeded("call reset() before step()")
-        self.simulator.step(actions.astype(np.int64, copy=False), self.done)
-        _replay.action_masks(self.simulator.observations, self.masks, 0, count)
+        if actions.shape != (count,):
+            raise ValueError(f"expected {count} actions, got shape {actions.shape}")
+        simulator = self.simulator
+        masks, tables = self._new_tables()
+        outcome = _replay.step_and_show(
+            simulator.worlds,
+            simulator.parameters,
+            simulator.observations,
+            actions.astype(np.int64, copy=False),
+            self.done,
+            self.before,
+            masks,
+            *tables.values(),
+        )
+        if outcome == _replay.OUT_OF_RANGE:
+            raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
+        if outcome == _replay.FAILED:
+            simulator.raise_errors()
         self.before, self.settled = self.settled, self.before
-        _replay.settled(self.simulator.worlds, self.settled, 0, count)
+        self.masks, self._tables, self._handed_out = masks, tables, False
         return (self.settled - self.before) @ self.rewards.weights  # type: ignore[no-any-return]
 
     def tables(self) -> dict[str, NDArray[np.float32]]:
-        """The present observations as new float32 tables, with a leading axis for the clusters."""
+        """The present observations as float32 tables, with a leading axis for the clusters; they will not change."""
+        self._handed_out = True
+        return dict(self._tables)
+
+    def _new_tables(self) -> tuple[NDArray[np.bool_], dict[str, NDArray[np.float32]]]:
         count = len(self.done)
         tables = {name: np.empty((count, *shape), np.float32) for name, shape in self.table_shapes.items()}
-        request, prefill, decode, cluster = (table.reshape(count, -1) for table in tables.values())
-        _replay.export(self.simulator.observations, request, prefill, decode, cluster, 0, count)
-        return tables
+        return np.zeros((count, self.n_actions), np.bool_), tables
 
     @property
     def now_s(self) -> NDArray[np.float64]:
@@ -426,7 +442,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
 
     def _info(self) -> dict[str, Any]:
         everywhere = np.ones(self.num_envs, np.bool_)
-        return {"action_mask": self._clusters.masks.astype(np.int8), "_action_mask": everywhere}
+        return {"action_mask": self._clusters.masks.view(np.int8), "_action_mask": everywhere}
 
     def _final(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
         tables = self._clusters.tables()

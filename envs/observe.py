@@ -47,6 +47,14 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
     which holds the request's prefix match afterwards (leading blocks resident or pending, resident, on device);
     `forecast` that of float64[D, 2], room to work in.
     """
+    row = 8 * state.prefills
+    match(state, block_ids, block_count, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    observe_matched(state, parameters, input_tokens, observation, matched, forecast)
+
+
+@compiled
+def observe_matched(state, parameters, input_tokens, observation, matched, forecast):
+    """`observe` for a request whose prefix match is in `matched` already."""
     clock = clock_of(state)
     now_s = clock.now_s
     cluster = cluster_of(parameters)
@@ -56,7 +64,6 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
     local = i8_at(matched)
     ready = i8_at(matched + 8 * prefills)
     device = i8_at(matched + 16 * prefills)
-    match(state, block_ids, block_count, local, ready, device)
     prefill_mask = u1_at(observation.prefill_mask)
     decode_mask = u1_at(observation.decode_mask)
 
@@ -124,9 +131,9 @@ def observe(state, parameters, input_tokens, block_ids, block_count, observation
         joining[2 * d + 1] = 0.0
     for i in range(clock.in_flight):
         entry = flight_of(state, i)
-        if since_s < entry.start_s <= join_s:
-            joining[2 * entry.decode] += 1.0
-            joining[2 * entry.decode + 1] += entry.tokens
+        there = 1.0 if (since_s < entry.start_s) & (entry.start_s <= join_s) else 0.0  # cheaper than a branch
+        joining[2 * entry.decode] += there
+        joining[2 * entry.decode + 1] += there * entry.tokens
 
     least_tbt_s = np.inf
     sum_tbt_s = 0.0

@@ -91,7 +91,7 @@ class Observer:
     def observe_request(
         self, arrival_s: float, ttft_slo_s: float, tbt_slo_s: float, input_tokens: int, block_ids: NDArray[np.int32]
     ) -> Observation:
-        """A request arrives, with SLOs of its own: `observe`, unchecked, with the clock and the arrival rate moved on."""
+        """A request arrives, with SLOs of its own: `observe`, unchecked, after the clock and the rate are moved on."""
         address = block_ids.__array_interface__["data"][0]
         self._observe_request(
             *self._head, arrival_s, ttft_slo_s, tbt_slo_s, input_tokens, address, len(block_ids), *self._tail

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 from traces import Trace
 
 from . import state as _state
+from .kernel import kvcache as _kvcache
 from .kernel import memory
 from .kernel import replay as _replay
 from .kernel.compile import announce
+from .runs import Runs
 from .spec import ClusterSpec
 from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Source, World
 
@@ -31,6 +33,8 @@ _SIZES = np.array(  # as `kernel.replay.fork` wants them
             _state.PREFILL,
             _state.DECODE,
             _state.FLIGHT,
+            _state.REQUEST,
+            _state.CELL,
             _state.OUTCOME,
             _state.JOB,
             _state.ENGINE,
@@ -109,8 +113,8 @@ class Simulator:
         cluster: its description, or the arrays of one.
         clusters: how many.
         max_requests: requests per cluster.
-        max_references: sum of their numbers of block ids.
-        max_blocks: distinct blocks among these.
+        max_references: sum of their numbers of runs (`envs.runs`).
+        max_runs: distinct runs among these. max_blocks: distinct blocks.
         max_output_tokens: longest output.
     """
 
@@ -121,6 +125,7 @@ class Simulator:
         clusters: int = 1,
         max_requests: int,
         max_references: int,
+        max_runs: int,
         max_blocks: int,
         max_output_tokens: int,
     ) -> None:
@@ -141,25 +146,25 @@ class Simulator:
             "clock": ((1,), _state.CLOCK),
             "prefill": ((p,), _state.PREFILL),
             "decode": ((d,), _state.DECODE),
-            "blocks": ((b, words), np.int64),
+            "blocks": ((0, words), np.int64),
             "flight": ((r,), _state.FLIGHT),
         }
         world: dict[str, Shape] = {
-            "arrival_s": ((r,), np.float64),
-            "input_tokens": ((r,), np.int32),
-            "output_tokens": ((r,), np.int32),
-            "block_offsets": ((r + 1,), np.int64),
-            "block_ids": ((max_references,), np.int32),
+            "requests": ((r,), _state.REQUEST),
+            "references": ((max_references,), _state.REFERENCE),
+            "run_blocks": ((max_runs,), np.int32),
             "outcomes": ((r,), _state.OUTCOME),
             "jobs": ((r,), _state.JOB),
             "engine": ((1,), _state.ENGINE),
             "prefill_timers": ((p,), _state.PREFILL_TIMER),
             "decode_timers": ((d,), _state.DECODE_TIMER),
             "evictions": ((p, 2), _state.EVICTION),
-            "cells": ((p, b), _state.CELL),
+            "cells": ((max_runs, p), _state.CELL),
+            "parts": ((p, b), _state.PART),
             "releases": ((2 * r,), _state.RELEASE),
             "flows": ((2 * r,), _state.FLOW),
             "active": ((2 * r,), np.int32),
+            "uncapped": ((2 * r,), np.int32),
             "members": ((d, batch_limit), _state.MEMBER),
             "segments": ((d, ring), _state.SEGMENT),
             "due_s": ((slots,), np.float64),
@@ -168,7 +173,7 @@ class Simulator:
             "scratch_match": ((3, p), np.int64),
             "scratch_forecast": ((d, 2), np.float64),
             "scratch_nics": ((2, 2 * p + d), np.int64),
-            "scratch_capacity": ((2 * p + d,), np.float64),
+            "scratch_capacity": ((2, 2 * p + d), np.float64),
             "scratch_members": ((2 * r,), np.int32),
         }
         self.batch = _allocate(c, state, world)
@@ -179,7 +184,7 @@ class Simulator:
             prefills=p,
             decodes=d,
             words=words,
-            block_capacity=b,
+            block_capacity=0,
             flight_capacity=r,
         )
         self.worlds = memory.headers(
@@ -190,6 +195,7 @@ class Simulator:
             decodes=d,
             request_capacity=r,
             reference_capacity=max_references,
+            run_capacity=max_runs,
             block_capacity=b,
             ring=ring,
             batch_limit=batch_limit,
@@ -198,22 +204,44 @@ class Simulator:
         self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
-        self._seen: tuple[Trace, NDArray[np.int32]] | None = None
+        self._loaded: tuple[Trace, Runs, NDArray[np.int32]] | None = None
+
+    @classmethod
+    def with_room(
+        cls,
+        cluster: ClusterSpec | Parameters,
+        trace: Trace,
+        *,
+        clusters: int = 1,
+        requests: int | None = None,
+    ) -> Simulator:
+        """Clusters with room for any window of `requests` consecutive requests of `trace`, or for the whole of it."""
+        runs = Runs.of(trace)
+        requests = trace.n_requests if requests is None else requests
+        references, distinct, blocks = runs.largest(requests)
+        simulator = cls(
+            cluster,
+            clusters=clusters,
+            max_requests=requests,
+            max_references=references,
+            max_runs=distinct,
+            max_blocks=blocks,
+            max_output_tokens=int(trace.output_tokens.max(initial=1)),
+        )
+        simulator._use(trace, runs)
+        return simulator
 
     @classmethod
     def for_trace(cls, cluster: ClusterSpec | Parameters, trace: Trace, *, clusters: int = 1) -> Simulator:
         """Clusters with room for the whole of `trace`, the trace loaded into each."""
-        simulator = cls(
-            cluster,
-            clusters=clusters,
-            max_requests=trace.n_requests,
-            max_references=len(trace.block_ids),
-            max_blocks=trace.n_distinct_blocks,
-            max_output_tokens=int(trace.output_tokens.max(initial=1)),
-        )
+        simulator = cls.with_room(cluster, trace, clusters=clusters)
         for c in range(clusters):
             simulator.load(c, trace)
         return simulator
+
+    def _use(self, trace: Trace, runs: Runs) -> tuple[Trace, Runs, NDArray[np.int32]]:
+        self._loaded = (trace, runs, np.zeros((len(runs.lengths) + 1, 2), np.int32))
+        return self._loaded
 
     @property
     def bytes_per_cluster(self) -> int:
@@ -234,34 +262,37 @@ class Simulator:
                 f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, the cluster of {block_tokens}: "
                 f"convert one, e.g. trace.reblock({block_tokens})"
             )
+        loaded = self._loaded
+        if loaded is None or loaded[0] is not trace:
+            loaded = self._use(trace, Runs.of(trace))
+        _, runs, seen = loaded
         requests = last - first
-        references = int(trace.block_offsets[last] - trace.block_offsets[first])
+        references, distinct, blocks = runs.counts(first, last)
         longest = int(trace.output_tokens[first:last].max(initial=1))
         for what, needed, room in (
-            ("requests", requests, self.batch.arrival_s.shape[1]),
-            ("block references", references, self.batch.block_ids.shape[1]),
+            ("requests", requests, self.batch.requests.shape[1]),
+            ("runs of blocks", references, self.batch.references.shape[1]),
+            ("distinct runs of blocks", distinct, self.batch.cells.shape[1]),
+            ("distinct blocks", blocks, self.batch.parts.shape[2]),
             ("output tokens", longest + 2, self.batch.segments.shape[2]),
         ):
             if needed > room:
                 raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
-        if self._seen is None or self._seen[0] is not trace:
-            self._seen = (trace, np.zeros((trace.n_distinct_blocks + 1, 3), np.int32))
-        blocks = _replay.load(
+        _replay.load(
             self.worlds[cluster],
             trace.arrival_s,
             float(speed),
             trace.input_tokens,
             trace.output_tokens,
             trace.block_offsets,
-            trace.block_ids,
+            runs.offsets,
+            runs.runs,
+            runs.lengths,
+            int(runs.chained),
             first,
             last,
-            self._seen[1],
+            seen,
         )
-        if blocks > self.batch.cells.shape[2]:
-            raise ValueError(
-                f"the window has {blocks} distinct blocks, this simulator has room for {self.batch.cells.shape[2]}"
-            )
 
     def begin(self, cluster: int, *, recheck: bool | None = None) -> None:
         """Empty a cluster and go back to its first request. `recheck` overrides the spec's `decode_recheck`."""
@@ -272,7 +303,7 @@ class Simulator:
     def observe(self, cluster: int) -> bool:
         """Go to a cluster's next arrival and observe it; False when none is left (then the cluster has drained)."""
         more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters[cluster], self.observations[cluster]))
-        self._raise_errors()
+        self.raise_errors()
         return more
 
     def decide(self, cluster: int, prefill: int, decode: int = -1, source: Source = Source.LOCAL) -> None:
@@ -302,7 +333,7 @@ class Simulator:
         """
         stop = self.clusters if stop is None else stop
         _replay.step(self.worlds, self.parameters, self.observations, actions, done, start, stop)
-        self._raise_errors()
+        self.raise_errors()
 
     def replay(
         self,
@@ -332,7 +363,7 @@ class Simulator:
             np.zeros(3, np.int64),
             limit,
         )
-        self._raise_errors()
+        self.raise_errors()
 
     def fork(self, source: int, target: int) -> None:
         """Make cluster `target` a copy of cluster `source`, observation included, to try another future from here.
@@ -347,6 +378,16 @@ class Simulator:
         for table in self.observation_tables:
             table[target] = table[source]
 
+    def state(self, cluster: int) -> ClusterState:
+        """What a scheduler may know about a cluster now: its tables, and a new one of who has which block.
+
+        Blocks are numbered in order of appearance in what was loaded.
+        """
+        state = self.batch.state
+        words = np.zeros((int(self.batch.engine["blocks"][cluster, 0]), state.blocks.shape[2]), np.int64)
+        _kvcache.fill_blocks(self.worlds[cluster], words)
+        return ClusterState(*(table[cluster] for table in state._replace(blocks=words[None])))
+
     def outcomes(self, cluster: int) -> Records:
         """The `OUTCOME` records of a cluster's requests [R] (a view)."""
         return self.batch.outcomes[cluster, : self.requests(cluster)]
@@ -355,7 +396,8 @@ class Simulator:
         """How many requests a cluster has been given."""
         return int(self.batch.engine[cluster, 0]["requests"])
 
-    def _raise_errors(self) -> None:
+    def raise_errors(self) -> None:
+        """Raise what a kernel found wrong."""
         errors = self.batch.engine["error"][:, 0]
         if errors.any():
             c = int(np.flatnonzero(errors)[0])

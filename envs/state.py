@@ -8,10 +8,26 @@ is arrays, so a state forks by copying memory. docs/physics.md defines every qua
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+def _lines(dtype: np.dtype) -> np.dtype:
+    """`dtype` padded to whole cache lines, so that a record lies in no more of them than it must."""
+    fields: Any = dtype.fields
+    names = list(fields)
+    return np.dtype(
+        {
+            "names": names,
+            "formats": [fields[name][0] for name in names],
+            "offsets": [fields[name][1] for name in names],
+            "itemsize": -(-dtype.itemsize // 64) * 64,
+        },
+        align=True,
+    )
+
 
 Records = np.ndarray  # a structured array; its dtype is named beside each field
 
@@ -282,11 +298,27 @@ OUTCOME = np.dtype(
     ],
     align=True,
 )
+OUTCOME = _lines(OUTCOME)
 """One row per request: the `Outcome`. Times are NaN and indices -1 where the request never got that far."""
 
 
 # --- what only the simulator knows ------------------------------------------------------------------------------
 
+# The simulator handles blocks by *runs*: blocks that every request has all together, in the same order, or not at all.
+RUN_BLOCKS = 31  # of a run at most: its blocks are the bits of an int32 mask that is never negative
+
+REQUEST = np.dtype(
+    [
+        ("arrival_s", "f8"),
+        ("input_tokens", "i4"),
+        ("output_tokens", "i4"),
+        ("first", "i4"),  # of its references
+        ("references", "i4"),
+        ("blocks", "i4"),
+    ],
+    align=True,
+)
+REFERENCE = np.dtype([("run", "i4"), ("length", "i4")], align=True)  # a run of a request, and its blocks
 JOB = np.dtype(
     [
         ("hit", "i4"),  # blocks pinned at the decision
@@ -312,7 +344,21 @@ PREFILL_TIMER = np.dtype(
     ],
     align=True,
 )
-CELL = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # a block on an instance: its last release, its users
+CELL = np.dtype(  # a run on an instance; the masks have bit i for its block i
+    [
+        ("host", "i4"),
+        ("device", "i4"),
+        ("pending", "i4"),
+        ("transit", "i4"),
+        # uses of the whole run; those of a part of it, which is always its first blocks, are by the part's last block
+        ("stamp", "i4"),  # last release
+        ("pins", "i4"),
+        ("cuts", "i4"),  # last blocks of parts that were released since
+        ("ends", "i4"),  # last blocks of parts that are pinned
+    ],
+    align=True,
+)
+PART = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # by the last block; valid where `cuts`, `ends` say so
 EVICTION = np.dtype(
     [("release", "i4"), ("position", "i4")], align=True
 )  # where eviction has got to in the chain of releases
@@ -330,12 +376,15 @@ DECODE_TIMER = np.dtype(
     ],
     align=True,
 )
-RELEASE = np.dtype([("next", "i4"), ("start", "i4"), ("stop", "i4")], align=True)
+RELEASE = np.dtype(  # of the first blocks of a request: its references, and how much of the last one (0: all)
+    [("next", "i4"), ("first", "i4"), ("references", "i4"), ("part", "i4")], align=True
+)
 FLOW = np.dtype(
     [
         ("source", "i4"),  # NIC sides: see kernel/network.py
         ("target", "i4"),
-        ("phase", "i4"),
+        ("slot", "i4"),  # in `active`
+        ("next", "i4"),  # in the queue of landings
         ("bytes", "f8"),
         ("remaining", "f8"),
         ("rate", "f8"),
@@ -351,10 +400,15 @@ ENGINE = np.dtype(
     [
         ("next_request", "i8"),
         ("requests", "i8"),
+        ("runs", "i8"),
         ("blocks", "i8"),
         ("active_flows", "i8"),
+        ("uncapped_flows", "i8"),
+        ("held_flows", "i8"),  # capped ones whose rate is below their cap
+        ("landing_head", "i8"),
+        ("landing_tail", "i8"),
         ("recheck", "i8"),
-        ("chained", "i8"),  # every block id always follows the same one, as chained hashes do
+        ("chained", "i8"),  # every run always follows the same one, as with block ids that are chained hashes
         ("error", "i8"),
     ],
     align=True,
@@ -362,15 +416,15 @@ ENGINE = np.dtype(
 
 
 class World(NamedTuple):
-    """One simulated cluster: its state, the requests it gets, and the machinery of the simulator."""
+    """One simulated cluster: its state, the requests it gets, and the machinery of the simulator.
+
+    Who has which block is in `cells`; `state.blocks` is empty, `Simulator.state` fills one in.
+    """
 
     state: ClusterState
-    # the requests, in order of arrival
-    arrival_s: NDArray[np.float64]
-    input_tokens: NDArray[np.int32]
-    output_tokens: NDArray[np.int32]
-    block_offsets: NDArray[np.int64]
-    block_ids: NDArray[np.int32]
+    requests: Records  # REQUEST [R], in order of arrival
+    references: Records  # REFERENCE, of one request after the other
+    run_blocks: NDArray[np.int32]  # number of the first block of each run; the others follow
     # per request
     outcomes: Records  # OUTCOME
     jobs: Records  # JOB
@@ -379,10 +433,12 @@ class World(NamedTuple):
     prefill_timers: Records  # PREFILL_TIMER [P]
     decode_timers: Records  # DECODE_TIMER [D]
     evictions: Records  # EVICTION [P, 2], per tier
-    cells: Records  # CELL [P, blocks]
+    cells: Records  # CELL [runs, P]
+    parts: Records  # PART [P, blocks]
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
-    active: NDArray[np.int32]  # [2 R] active flows
+    active: NDArray[np.int32]  # [2 R] flows that hold NICs
+    uncapped: NDArray[np.int32]  # [2 R] those of them that can complete
     members: Records  # MEMBER [D, max_batch], by leaving iteration, last first
     segments: Records  # SEGMENT [D, ring]
     due_s: NDArray[np.float64]  # [P + D + 1] next event of each prefill, each decode, the network
@@ -392,5 +448,5 @@ class World(NamedTuple):
     scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
     scratch_forecast: NDArray[np.float64]  # [D, 2]
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
-    scratch_capacity: NDArray[np.float64]  # [2 P + D]
+    scratch_capacity: NDArray[np.float64]  # [2, 2 P + D]
     scratch_members: NDArray[np.int32]  # [2 R]

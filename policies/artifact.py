@@ -3,7 +3,7 @@
 `export_run` makes the file from a run folder of `train.py`; that takes torch. `load_artifact` takes ONNX Runtime alone.
 
 The graph has the inputs `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7] (float32, in
-physical units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.action_masks`), and the
+physical units, cut to +-1e9, NaN as 0) and `mask` bool[B, 1 + P D 3] (`envs.kernel.replay.show`), and the
 outputs `logits` [B, 1 + P D 3] and `action` int64[B], the valid action with the largest logit. B, P and D are free:
 one file serves any pool.
 
@@ -303,9 +303,7 @@ class OnnxPolicy:
             header = _memory.headers(_memory.OBSERVATION, copied, clusters, prefills=prefills, decodes=decodes)
             bound = self._bind(clusters, prefills, decodes)
             self._observed = (observation if kept else None, header, bound)
-        clusters = len(header)
-        _replay.export(header, bound.request, bound.prefill, bound.decode, bound.cluster, 0, clusters)
-        _replay.action_masks(header, bound.masks, 0, clusters)
+        _replay.features(header, bound.masks, bound.request, bound.prefill, bound.decode, bound.cluster)
         if math.isnan(np.dot(bound.values, bound.values)):
             np.nan_to_num(bound.values, copy=False, nan=0.0)
         try:

@@ -151,7 +151,7 @@ def float32_tables(observation: Observation) -> dict[str, NDArray[np.float32]]:
 
 
 def action_masks(observation: Observation) -> NDArray[np.bool_]:
-    """Which actions are valid, bool[C, 1 + P D 3], as `envs.kernel.replay.action_masks` has it."""
+    """Which actions are valid, bool[C, 1 + P D 3], as `envs.kernel.replay.show` has it."""
     sources = observation.prefill_mask[:, :, None, :] != 0
     pairs = sources & (observation.decode_mask[:, None, :, None] != 0)
     always = np.ones((len(pairs), 1), np.bool_)

@@ -18,14 +18,12 @@ from .memory import (
     decode_timer_of,
     engine_of,
     eviction_of,
-    flow_of,
-    i8_at,
     outcome_of,
     prefill_of,
     prefill_timer_of,
     state_of,
 )
-from .network import MOVING, complete_flow, next_flow, remove_flow, schedule_network
+from .network import complete_flow, next_flow, schedule_network, take_landing
 from .prefill import admit, end_prefill, land_fetch
 from .timers import clear_timers, next_due
 
@@ -47,11 +45,11 @@ def advance(world, parameters, until_s):
         elif slot < world.prefills + world.decodes:
             boundary(world, parameters, slot - world.prefills)
         else:
-            flow_id = next_flow(world)
-            if flow_of(world, flow_id).phase == MOVING:
+            flow_id, lands = next_flow(world)
+            if not lands:
                 complete_flow(world, parameters, flow_id)
             else:
-                remove_flow(world, flow_id)
+                take_landing(world)
                 if flow_id < engine.requests:
                     land_fetch(world, parameters, flow_id)
                 else:
@@ -165,14 +163,17 @@ def reset(world, parameters):
         run.step_s = 0.0
         run.growth_s = 0.0
         run.stall_s = 0.0
-    words = i8_at(state.blocks)
-    for i in range(engine.blocks * state.words):
-        words[i] = 0
-    for p in range(world.prefills):
-        for b in range(engine.blocks):
-            cell = cell_of(world, b, p)
+    for run in range(engine.runs):
+        for p in range(world.prefills):
+            cell = cell_of(world, run, p)
+            cell.host = 0
+            cell.device = 0
+            cell.pending = 0
+            cell.transit = 0
             cell.stamp = -1
             cell.pins = 0
+            cell.cuts = 0
+            cell.ends = 0
     for r in range(engine.requests):
         outcome = outcome_of(world, r)
         outcome.arrival_s = arrival_of(world, r)
@@ -197,5 +198,9 @@ def reset(world, parameters):
         outcome.tbt_mean_s = np.nan
     engine.next_request = 0
     engine.active_flows = 0
+    engine.uncapped_flows = 0
+    engine.held_flows = 0
+    engine.landing_head = -1
+    engine.landing_tail = -1
     engine.error = 0
     clear_timers(world)

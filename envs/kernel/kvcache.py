@@ -1,50 +1,39 @@
 """KV blocks on the prefill instances: prefix match, pins, tiers, LRU eviction (docs/physics.md, "Tiers").
 
-Recency is a chain of releases per instance. A release names a request and a range of its blocks, and each
-(block, instance) remembers its last release. Each tier keeps its place in the chain: eviction walks on from there,
-passing over what was used again since. So a touch is one write, and an eviction costs amortised constant time.
+All works on runs: a request's blocks are a few runs, and who has which block of a run is a bit mask per instance. Pins
+and releases always cover the first blocks of a request: whole runs, then perhaps the first blocks of one more, a part.
+
+Recency is a chain of releases per instance, and each (run, instance) remembers its last release. Each tier keeps its
+place in the chain: eviction walks on from there, passing over what was used again since. So a touch is one write, and
+an eviction costs amortised constant time.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, HOST, PENDING, ROW_BITS
+from ..state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
 from .compile import compiled
 from .memory import (
-    blocks_of,
+    bits_in,
     cell_of,
     engine_of,
     eviction_of,
     i4_at,
     i8_at,
-    prefetch,
-    prefetch_block,
+    lowest_bit,
+    part_of,
+    prefetch_cells,
     prefill_of,
     prefill_timer_of,
+    reference_of,
     release_of,
+    request_of,
     row_bit,
     state_of,
+    up_to_highest,
     word_index,
 )
-
-
-@compiled
-def has(state, block, row, p):
-    """Whether a block is in a row for instance p."""
-    return i8_at(state.blocks)[word_index(state, block, p)] & row_bit(row, p) != 0
-
-
-@compiled
-def put(state, block, row, p):
-    """Put a block in a row for instance p."""
-    i8_at(state.blocks)[word_index(state, block, p)] |= row_bit(row, p)
-
-
-@compiled
-def drop(state, block, row, p):
-    """Take a block out of a row for instance p."""
-    i8_at(state.blocks)[word_index(state, block, p)] &= ~row_bit(row, p)
 
 
 @compiled
@@ -94,112 +83,233 @@ def _note(gone, first, length, lengths):
 
 
 @compiled
-def _request_of(world, entry):
+def leading(mask):
+    """How many of the first blocks are in a mask."""
+    return lowest_bit(~mask)
+
+
+@compiled
+def mask_of(length):
+    """A mask of the first `length` blocks, all of a run of that length."""
+    return (np.int64(1) << length) - 1
+
+
+@compiled
+def match_runs(world, request, local, ready, device):
+    """`match` for a request of the simulator."""
+    asked = request_of(world, request)
+    for p in range(world.prefills):
+        local_blocks = 0
+        ready_blocks = 0
+        device_blocks = 0
+        all_ready = True
+        all_device = True
+        for i in range(asked.first, asked.first + asked.references):
+            reference = reference_of(world, i)
+            cell = cell_of(world, reference.run, p)
+            if all_device:
+                count = leading(cell.device)
+                device_blocks += count
+                all_device = count == reference.length
+            if all_ready:
+                count = leading(cell.host)
+                ready_blocks += count
+                all_ready = count == reference.length
+            count = leading(cell.host | cell.pending)
+            local_blocks += count
+            if count < reference.length:
+                break
+        local[p] = local_blocks
+        ready[p] = ready_blocks
+        device[p] = device_blocks
+
+
+@compiled
+def fill_blocks(world, words):
+    """Write who has which block into int64[blocks, words], laid out as `ClusterState.blocks`."""
+    state = state_of(world)
+    words[:] = 0
+    engine = engine_of(world)
+    numbers = i4_at(world.run_blocks)
+    for run in range(engine.runs):
+        stop = numbers[run + 1] if run + 1 < engine.runs else engine.blocks
+        for p in range(state.prefills):
+            cell = cell_of(world, run, p)
+            for b in range(numbers[run], stop):
+                i = b - numbers[run]
+                words[b, p >> 4] |= (
+                    (cell.host >> i & 1) * row_bit(HOST, p)
+                    | (cell.device >> i & 1) * row_bit(DEVICE, p)
+                    | (cell.pending >> i & 1) * row_bit(PENDING, p)
+                    | (cell.transit >> i & 1) * row_bit(TRANSIT, p)
+                )
+
+
+@compiled
+def _pin_part(world, run, p, blocks):
+    cell = cell_of(world, run, p)
+    part = part_of(world, run, p, blocks)
+    bit = np.int64(1) << (blocks - 1)
+    if cell.ends & bit == 0:
+        cell.ends |= bit
+        part.pins = 0
+    part.pins += 1
+
+
+@compiled
+def _unpin_part(world, run, p, blocks):
+    part = part_of(world, run, p, blocks)
+    part.pins -= 1
+    if part.pins == 0:
+        cell_of(world, run, p).ends &= ~(np.int64(1) << (blocks - 1))
+
+
+@compiled
+def pin(world, request, p, pinned, stop):
+    """Keep the first `stop` blocks of the request on instance p until they are released there; `pinned` are kept
+    for it already.
+    """
+    asked = request_of(world, request)
+    start = 0
+    for i in range(asked.first, asked.first + asked.references):
+        if start >= stop:
+            return
+        reference = reference_of(world, i)
+        end = start + reference.length
+        if end > pinned:
+            if start < pinned:
+                _unpin_part(world, reference.run, p, pinned - start)
+            if end <= stop:
+                cell_of(world, reference.run, p).pins += 1
+            else:
+                _pin_part(world, reference.run, p, stop - start)
+        start = end
+
+
+@compiled
+def _request_of_release(world, entry):
     """A release of request r on its own instance is entry r, on the holder of its fetch R + r."""
     requests = engine_of(world).requests
     return entry if entry < requests else entry - requests
 
 
 @compiled
-def release(world, p, entry, start, stop):
-    """Blocks [start, stop) of the request of `entry` have been used on instance p: unpin, stamp and chain them."""
-    if stop <= start:
+def release(world, p, entry, stop):
+    """The first `stop` blocks of the request of `entry` have been used on instance p: unpin, stamp and chain them."""
+    if stop == 0:
         return
-    address, _ = blocks_of(world, _request_of(world, entry))
-    ids = i4_at(address)
-    for i in range(start, stop):
-        cell = cell_of(world, ids[i], p)
-        cell.stamp = entry
-        cell.pins -= 1
+    asked = request_of(world, _request_of_release(world, entry))
+    start = 0
+    i = asked.first
+    part = 0
+    while start < stop:
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        if start + reference.length <= stop:
+            cell.stamp = entry
+            cell.cuts = 0
+            cell.pins -= 1
+        else:
+            part = stop - start
+            part_of(world, reference.run, p, part).stamp = entry
+            cell.cuts = cell.cuts & ~mask_of(part) | np.int64(1) << (part - 1)
+            _unpin_part(world, reference.run, p, part)
+        start += reference.length
+        i += 1
+    chain_release(world, p, entry, asked.first, i - asked.first, part)
+
+
+@compiled
+def chain_release(world, p, entry, first, references, part):
+    """`entry` is p's last release now: of the runs referred to, of the last one only `part` blocks unless that is 0."""
     released = release_of(world, entry)
     released.next = -1
-    released.start = start
-    released.stop = stop
+    released.first = first
+    released.references = references
+    released.part = part
     timer = prefill_timer_of(world, p)
     if timer.last_release < 0:
         for tier in range(2):
             place = eviction_of(world, p, tier)
             place.release = entry
-            place.position = stop - 1
+            place.position = references - 1
     else:
         release_of(world, timer.last_release).next = entry
     timer.last_release = entry
 
 
 @compiled
-def pin(world, request, p, start, stop):
-    """Keep blocks [start, stop) of the request on instance p until they are released there."""
-    address, _ = blocks_of(world, request)
-    ids = i4_at(address)
-    for i in range(start, stop):
-        cell_of(world, ids[i], p).pins += 1
-
-
-@compiled
-def make_room(world, p, tier, capacity):
-    """Room for one more block in a tier, by evicting if need be; False if every block there is pinned."""
+def make_room(world, p, tier, capacity, blocks):
+    """Room for `blocks` more blocks in a tier, by evicting if need be; returns for how many there is room."""
     prefill = prefill_of(state_of(world), p)
     used = prefill.host_used if tier == HOST else prefill.device_used
-    return used < capacity or _evict(world, p, tier)
+    free = capacity - used
+    if blocks <= free:
+        return blocks
+    return free + _evict(world, p, tier, blocks - free)
 
 
 @compiled
-def _enter(world, state, place, entry, p):
-    """Go on with eviction at release `entry`. What follows has not been looked at for long: have it brought in time."""
-    released = release_of(world, entry)
-    place.release = entry
-    place.position = released.stop - 1
-    if released.next < 0:
-        return
-    following = release_of(world, released.next)
-    address, _ = blocks_of(world, _request_of(world, released.next))
-    ids = i4_at(address)
-    for i in range(following.stop - 1, following.start - 1, -8):
-        prefetch_block(world, state, ids[i], p)
-    if following.next >= 0:
-        later = release_of(world, following.next)
-        address, _ = blocks_of(world, _request_of(world, following.next))
-        for i in range(later.stop - 1, later.start - 1, -16):
-            prefetch(address + 4 * i)
+def _last_released(world, reference, p, entry, part):
+    """Mask of the blocks of a run whose last release is `entry`, which covered `part` of it (0: all)."""
+    cell = cell_of(world, reference.run, p)
+    if part == 0:
+        return mask_of(reference.length) & ~up_to_highest(cell.cuts) if cell.stamp == entry else 0
+    bit = np.int64(1) << (part - 1)
+    if cell.cuts & bit == 0 or part_of(world, reference.run, p, part).stamp != entry:
+        return 0
+    return mask_of(part) & ~up_to_highest(cell.cuts & (bit - 1))
 
 
 @compiled
-def _evict(world, p, tier):
-    """Evict the least recently released, unpinned block; of one release the deepest, so the rest stays reachable."""
-    state = state_of(world)
-    prefill = prefill_of(state, p)
+def _evict(world, p, tier, wanted):
+    """Evict the least recently released, unpinned blocks; of one release the deepest, so the rest stays reachable.
+
+    Returns how many were evicted, fewer than `wanted` when the others are all pinned.
+    """
+    prefill = prefill_of(state_of(world), p)
     place = eviction_of(world, p, tier)
-    words = i8_at(state.blocks)
     chained = engine_of(world).chained != 0
+    left = wanted
     while place.release >= 0:
         entry = place.release
-        address, _ = blocks_of(world, _request_of(world, entry))
-        ids = i4_at(address)
         released = release_of(world, entry)
         position = place.position
-        while position >= released.start:
-            b = ids[position]
-            position -= 1
-            cell = cell_of(world, b, p)
-            if cell.stamp != entry:
-                # used again since; then so was all before it, when block ids are chained as hashes of prefixes are
-                if chained:
-                    position = released.start - 1
-            elif cell.pins == 0:
-                at = word_index(state, b, p)
-                word = words[at]
-                if word & row_bit(tier, p) != 0:
-                    if tier == HOST:
-                        word &= ~row_bit(HOST, p)
-                        prefill.host_used -= 1
-                    if word & row_bit(DEVICE, p) != 0:
-                        word &= ~row_bit(DEVICE, p)
-                        prefill.device_used -= 1
-                    words[at] = word
+        while position >= 0:
+            reference = reference_of(world, released.first + position)
+            part = released.part if position == released.references - 1 else 0
+            mask = _last_released(world, reference, p, entry, part)
+            if mask == 0:
+                # used again since; then so was all before it, where runs are chained as hashes of prefixes are
+                position = position - 1 if not chained else -1
+                continue
+            cell = cell_of(world, reference.run, p)
+            if cell.pins > 0:
+                mask = 0
+            mask &= ~up_to_highest(cell.ends) & (cell.host if tier == HOST else cell.device)
+            if mask != 0:
+                count = bits_in(mask)
+                while count > left:
+                    mask &= mask - 1
+                    count -= 1
+                if tier == HOST:
+                    cell.host &= ~mask
+                    prefill.host_used -= count
+                    mask &= cell.device
+                cell.device &= ~mask
+                prefill.device_used -= bits_in(mask)
+                left -= count
+                if left == 0:
                     place.position = position
-                    return True
+                    return wanted
+            position -= 1
         place.position = position
         if released.next < 0:
-            return False
-        _enter(world, state, place, released.next, p)
-    return False
+            break
+        following = release_of(world, released.next)
+        place.release = released.next
+        place.position = following.references - 1
+        if following.next >= 0:
+            later = release_of(world, following.next)
+            prefetch_cells(world, later.first + later.references - 2, 2, p)
+    return wanted - left

@@ -39,6 +39,7 @@ WORLD = header_dtype(
         "decodes",
         "request_capacity",
         "reference_capacity",
+        "run_capacity",
         "block_capacity",
         "ring",
         "batch_limit",
@@ -95,6 +96,12 @@ def _numbers_at(kind: Any) -> Any:
     return at
 
 
+REFERENCE_BYTES = _state.REFERENCE.itemsize
+PREFILL_PARAMETERS_BYTES = _state.PREFILL_PARAMETERS.itemsize
+DECODE_PARAMETERS_BYTES = _state.DECODE_PARAMETERS.itemsize
+PREFILL_FEATURES_BYTES = _state.PREFILL_FEATURES.itemsize
+DECODE_FEATURES_BYTES = _state.DECODE_FEATURES.itemsize
+REQUEST_BYTES = _state.REQUEST.itemsize
 CELL_BYTES = _state.CELL.itemsize
 PREFILL_BYTES = _state.PREFILL.itemsize
 DECODE_BYTES = _state.DECODE.itemsize
@@ -107,8 +114,28 @@ FLOW_BYTES = _state.FLOW.itemsize
 SEGMENT_BYTES = _state.SEGMENT.itemsize
 i4_at = _numbers_at(types.int32)
 i8_at = _numbers_at(types.int64)
+f4_at = _numbers_at(types.float32)
 f8_at = _numbers_at(types.float64)
 u1_at = _numbers_at(types.uint8)
+
+
+def _bit_count(operation: Any) -> Any:
+    """An intrinsic int64 -> int64 of one instruction."""
+
+    @intrinsic
+    def count(typing_context, mask):
+        def generate(context, builder, signature, arguments):
+            return operation(builder, arguments[0])
+
+        return types.int64(types.int64), generate
+
+    return count
+
+
+_NONE_IS_FINE = ir.Constant(ir.IntType(1), 0)  # of a mask without bits
+bits_in: Any = _bit_count(lambda builder, mask: builder.ctpop(mask))
+lowest_bit: Any = _bit_count(lambda builder, mask: builder.cttz(mask, _NONE_IS_FINE))
+_leading_zeros: Any = _bit_count(lambda builder, mask: builder.ctlz(mask, _NONE_IS_FINE))
 
 
 @intrinsic
@@ -144,7 +171,10 @@ _engine_at = _record_at(_state.ENGINE)
 _prefill_timer_at = _record_at(_state.PREFILL_TIMER)
 _decode_timer_at = _record_at(_state.DECODE_TIMER)
 _eviction_at = _record_at(_state.EVICTION)
+_request_at = _record_at(_state.REQUEST)
+_reference_at = _record_at(_state.REFERENCE)
 _cell_at = _record_at(_state.CELL)
+_part_at = _record_at(_state.PART)
 _release_at = _record_at(_state.RELEASE)
 _flow_at = _record_at(_state.FLOW)
 _member_at = _record_at(_state.MEMBER)
@@ -153,6 +183,12 @@ _request_features_at = _record_at(_state.REQUEST_FEATURES)
 _prefill_features_at = _record_at(_state.PREFILL_FEATURES)
 _decode_features_at = _record_at(_state.DECODE_FEATURES)
 _cluster_features_at = _record_at(_state.CLUSTER_FEATURES)
+
+
+@compiled
+def up_to_highest(mask):
+    """All bits up to the highest of a mask; none if it has none."""
+    return (np.int64(1) << (64 - _leading_zeros(mask))) - 1
 
 
 @compiled
@@ -240,27 +276,28 @@ def job_of(world, request):
 
 
 @compiled
+def request_of(world, request):
+    return _request_at(world.requests, check(request, world.request_capacity))
+
+
+@compiled
 def arrival_of(world, request):
-    return f8_at(world.arrival_s)[check(request, world.request_capacity)]
+    return request_of(world, request).arrival_s
 
 
 @compiled
 def input_of(world, request):
-    return np.int64(i4_at(world.input_tokens)[check(request, world.request_capacity)])
+    return np.int64(request_of(world, request).input_tokens)
 
 
 @compiled
 def output_of(world, request):
-    return np.int64(i4_at(world.output_tokens)[check(request, world.request_capacity)])
+    return np.int64(request_of(world, request).output_tokens)
 
 
 @compiled
-def blocks_of(world, request):
-    """(address of the request's block ids, how many)."""
-    offsets = i8_at(world.block_offsets)
-    start = offsets[check(request, world.request_capacity)]
-    stop = check(offsets[request + 1], world.reference_capacity + 1)
-    return world.block_ids + 4 * start, stop - start
+def reference_of(world, index):
+    return _reference_at(world.references, check(index, world.reference_capacity))
 
 
 @compiled
@@ -279,30 +316,35 @@ def eviction_of(world, p, tier):
 
 
 @compiled
-def cell_of(world, block, p):
-    return _cell_at(world.cells, check(p, world.prefills) * world.block_capacity + check(block, world.block_capacity))
+def cell_of(world, run, p):
+    return _cell_at(world.cells, check(run, world.run_capacity) * world.prefills + check(p, world.prefills))
 
 
 @compiled
-def prefetch_block(world, state, block, p):
-    """Start to bring what eviction looks at of a block on an instance."""
-    prefetch(world.cells + CELL_BYTES * (p * world.block_capacity + block))
-    prefetch(state.blocks + 8 * (block * state.words + (p >> 4)))
+def part_of(world, run, p, blocks):
+    """What is kept of the first `blocks` blocks of a run on an instance."""
+    last = i4_at(world.run_blocks)[check(run, world.run_capacity)] + blocks - 1
+    return _part_at(world.parts, check(p, world.prefills) * world.block_capacity + check(last, world.block_capacity))
 
 
 @compiled
-def prefetch_requests(world, request):
-    """Start to bring the block words of `request` and the block ids of the one after it."""
+def prefetch_cells(world, first, count, p):
+    """Start to bring the runs of references first .. first + count - 1 (from 0) on an instance."""
+    for i in range(max(0, first), first + count):
+        prefetch(world.cells + CELL_BYTES * (reference_of(world, i).run * world.prefills + p))
+
+
+@compiled
+def prefetch_request(world, request):
+    """Start to bring what a prefix match looks at for `request`, and the references of the one after it."""
     if request + 1 >= engine_of(world).requests:
         return
-    address, count = blocks_of(world, request)
-    state = state_of(world)
-    ids = i4_at(address)
-    for i in range(0, count, 8):
-        prefetch(state.blocks + 8 * ids[i] * state.words)
-    address, count = blocks_of(world, request + 1)
-    for i in range(0, count, 16):
-        prefetch(address + 4 * i)
+    row = CELL_BYTES * world.prefills
+    asked = request_of(world, request)
+    for i in range(asked.first, asked.first + asked.references):
+        _prefetch_range(world.cells + row * reference_of(world, i).run, row)
+    following = request_of(world, request + 1)
+    _prefetch_range(world.references + REFERENCE_BYTES * following.first, REFERENCE_BYTES * following.references)
 
 
 @compiled
@@ -312,9 +354,13 @@ def _prefetch_range(address, size):
 
 
 @compiled
-def prefetch_tables(world):
+def prefetch_tables(world, parameters, observation):
     """Start to bring the tables that a step of a cluster is sure to look at."""
     state = state_of(world)
+    _prefetch_range(parameters.prefill, PREFILL_PARAMETERS_BYTES * world.prefills)
+    _prefetch_range(parameters.decode, DECODE_PARAMETERS_BYTES * world.decodes)
+    _prefetch_range(observation.prefill, PREFILL_FEATURES_BYTES * world.prefills)
+    _prefetch_range(observation.decode, DECODE_FEATURES_BYTES * world.decodes)
     _prefetch_range(state.prefill, PREFILL_BYTES * world.prefills)
     _prefetch_range(state.decode, DECODE_BYTES * world.decodes)
     _prefetch_range(world.prefill_timers, PREFILL_TIMER_BYTES * world.prefills)
@@ -324,17 +370,10 @@ def prefetch_tables(world):
 
 
 @compiled
-def _prefetch_request(world, request):
+def _prefetch_records(world, request):
+    prefetch(world.requests + REQUEST_BYTES * request)
     prefetch(world.jobs + JOB_BYTES * request)
     _prefetch_range(world.outcomes + OUTCOME_BYTES * request, OUTCOME_BYTES)
-
-
-@compiled
-def _prefetch_blocks(world, state, request, p):
-    address, count = blocks_of(world, request)
-    ids = i4_at(address)
-    for i in range(0, count, 8):
-        prefetch_block(world, state, ids[i], p)
 
 
 @compiled
@@ -347,30 +386,41 @@ def prefetch_events(world, p):
     request = engine.next_request
     if request >= engine.requests:
         return
-    _prefetch_request(world, request)
+    _prefetch_records(world, request)
     if p >= 0:
-        _prefetch_blocks(world, state, request, p)
+        asked = request_of(world, request)
+        prefetch_cells(world, asked.first, asked.references, p)
     _prefetch_range(state.flight, FLIGHT_BYTES * clock_of(state).in_flight)
     until_s = 1e300  # all that is due at all
     if request + 1 < engine.requests:
         until_s = arrival_of(world, request + 1)
-        prefetch_requests(world, request + 1)
+        prefetch_request(world, request + 1)
     due = f8_at(world.due_s)
     for i in range(world.prefills):
         if due[i] <= until_s:
-            running = prefill_timer_of(world, i).job
-            _prefetch_request(world, running)
-            _prefetch_blocks(world, state, running, i)
+            timer = prefill_timer_of(world, i)
+            running = np.int64(timer.job)
+            following = np.int64(timer.queue_head)
+            _prefetch_records(world, running)
             prefetch(world.flows + FLOW_BYTES * (engine.requests + running))
+            if following >= 0:
+                _prefetch_records(world, following)
+                prefetch(world.flows + FLOW_BYTES * (engine.requests + following))
+                asked = request_of(world, following)
+                prefetch_cells(world, asked.first, asked.references, i)
+            asked = request_of(world, running)
+            prefetch_cells(world, asked.first, asked.references, i)
     for d in range(world.decodes):
         if due[world.prefills + d] <= until_s:
-            _prefetch_request(world, member_of(world, d, decode_of(state, d).batch - 1).request)
+            _prefetch_records(world, member_of(world, d, decode_of(state, d).batch - 1).request)
             last = decode_timer_of(world, d).segments & (world.ring - 1)
             row = world.segments + SEGMENT_BYTES * world.ring * d
             _prefetch_range(row + SEGMENT_BYTES * max(0, last - 24), SEGMENT_BYTES * min(last, 24))
-    active = i4_at(world.active)
-    for i in range(engine.active_flows):
-        prefetch(world.flows + FLOW_BYTES * active[i])
+    uncapped = i4_at(world.uncapped)
+    for i in range(engine.uncapped_flows):
+        prefetch(world.flows + FLOW_BYTES * uncapped[i])
+        if uncapped[i] >= engine.requests:
+            _prefetch_records(world, uncapped[i] - engine.requests)
 
 
 @compiled

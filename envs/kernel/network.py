@@ -3,11 +3,12 @@
 NIC sides are numbered: sending side of prefill p is p, its receiving side P + p, the receiving side of decode d
 2 P + d. Most changes touch NICs with room to spare and are done in constant time; where a NIC is full, the
 transfers connected to it through shared NICs are shared out afresh.
+
+`active` lists the transfers that hold NICs, `uncapped` those among them that can complete. A transfer that is done
+waits for its landing in a queue: the latency is the same for all.
 """
 
 from __future__ import annotations
-
-import math
 
 import numpy as np
 
@@ -27,8 +28,6 @@ from .memory import (
     state_of,
 )
 from .timers import network_slot, set_due
-
-INACTIVE, MOVING, LANDING = 0, 1, 2  # phases of a flow
 
 
 @compiled
@@ -65,13 +64,9 @@ def _set_used(state, nic, rate):
 
 
 @compiled
-def _count(state, nic, change):
-    """Change the number of transfers of a NIC side; returns what it is then."""
+def _count_receiver(state, nic, change):
+    """Change the number of transfers of a receiving side; returns what it is then."""
     prefills = state.prefills
-    if nic < prefills:
-        sender = prefill_of(state, nic)
-        sender.tx_flows += change
-        return sender.tx_flows
     if nic < 2 * prefills:
         receiver = prefill_of(state, nic - prefills)
         receiver.rx_flows += change
@@ -89,19 +84,29 @@ def start_flow(world, parameters, flow_id, source, target, size, cap):
     flow = flow_of(world, flow_id)
     flow.source = source
     flow.target = target
+    flow.slot = engine.active_flows
     flow.bytes = size
     flow.remaining = size
     flow.cap = cap
     flow.rate = 0.0
     flow.updated_s = clock_of(state).now_s
     flow.due_s = np.inf
-    flow.phase = MOVING
     i4_at(world.active)[engine.active_flows] = flow_id
     engine.active_flows += 1
-    _count(state, source, 1)
-    _count(state, target, 1)
-    prefill_of(state, source).tx_backlog_bytes += size
+    if cap == np.inf:
+        _list_uncapped(world, flow_id)
+    sender = prefill_of(state, source)
+    sender.tx_flows += 1
+    sender.tx_backlog_bytes += size
+    _count_receiver(state, target, 1)
     _admit_flow(world, parameters, flow_id)
+
+
+@compiled
+def _list_uncapped(world, flow_id):
+    engine = engine_of(world)
+    i4_at(world.uncapped)[engine.uncapped_flows] = flow_id
+    engine.uncapped_flows += 1
 
 
 @compiled
@@ -109,21 +114,27 @@ def _admit_flow(world, parameters, flow_id):
     """Give a transfer that has just come, or whose cap has gone, its rate; others change only where they must."""
     state = state_of(world)
     flow = flow_of(world, flow_id)
-    source_used = used(state, flow.source) - flow.rate
+    source_used = prefill_of(state, flow.source).tx_used - flow.rate
     target_used = used(state, flow.target) - flow.rate
-    rate = min(bandwidth(parameters, flow.source) - source_used, bandwidth(parameters, flow.target) - target_used)
+    node = prefill_node_of(parameters, flow.source)
+    rate = min(node.nic_bytes_per_s - source_used, bandwidth(parameters, flow.target) - target_used)
     if flow.cap > rate:
         # it takes what the others leave; fair as long as they are all at their caps and none of them has more
-        most = _most_of_others(world, flow_id)
-        if most > rate:
+        if _held_back(world, flow_id) or (max(source_used, target_used) > rate and _most_of_others(world, flow) > rate):
+            if flow.cap != np.inf:
+                flow.rate = flow.cap
+                prefill_of(state, flow.source).tx_used = source_used + flow.cap
+                _set_used(state, flow.target, target_used + flow.cap)
             _share(world, parameters, flow.source, flow.target)
             schedule_network(world)
             return
-    rate = min(rate, flow.cap)
+        engine_of(world).held_flows += flow.cap != np.inf
+    else:
+        rate = flow.cap
     flow.rate = rate
-    _set_used(state, flow.source, source_used + rate)
+    prefill_of(state, flow.source).tx_used = source_used + rate
     _set_used(state, flow.target, target_used + rate)
-    if math.isinf(flow.cap):
+    if flow.cap == np.inf:
         flow.due_s = flow.updated_s + flow.remaining / rate
         slot = network_slot(world)
         if flow.due_s < f8_at(world.due_s)[slot]:
@@ -131,19 +142,35 @@ def _admit_flow(world, parameters, flow_id):
 
 
 @compiled
-def _most_of_others(world, flow_id):
-    """The highest rate among the other transfers on the same NIC sides; infinite if one is held below its cap."""
+def _held_back(world, flow_id):
+    """Whether another transfer on the same NIC sides is held below its cap."""
+    engine = engine_of(world)
     flow = flow_of(world, flow_id)
+    flows = i4_at(world.uncapped)
+    count = engine.uncapped_flows
+    if engine.held_flows > 0:
+        flows = i4_at(world.active)
+        count = engine.active_flows
+    for i in range(count):
+        other = flow_of(world, flows[i])
+        if (
+            (other.source == flow.source or other.target == flow.target)
+            and flows[i] != flow_id
+            and other.rate < other.cap
+        ):
+            return True
+    return False
+
+
+@compiled
+def _most_of_others(world, flow):
+    """The highest rate among the other transfers on the same NIC sides."""
     active = i4_at(world.active)
     most = 0.0
     for i in range(engine_of(world).active_flows):
         other = flow_of(world, active[i])
-        if (
-            active[i] != flow_id
-            and (other.source == flow.source or other.target == flow.target)
-            and other.phase == MOVING
-        ):
-            most = max(most, other.rate if other.rate >= other.cap else np.inf)
+        if i != flow.slot and (other.source == flow.source or other.target == flow.target):
+            most = max(most, other.rate)
     return most
 
 
@@ -155,31 +182,37 @@ def lift_cap(world, parameters, flow_id):
     flow = flow_of(world, flow_id)
     flow.remaining = max(0.0, flow.remaining - flow.rate * (now_s - flow.updated_s))
     flow.updated_s = now_s
+    engine_of(world).held_flows -= flow.rate < flow.cap
     flow.cap = np.inf
+    _list_uncapped(world, flow_id)
     _admit_flow(world, parameters, flow_id)
 
 
 @compiled
 def next_flow(world):
-    """The flow whose next event is due first; a landing before a completion of the same time, then the older flow."""
-    active = i4_at(world.active)
-    best = -1
-    best_s = np.inf
-    for i in range(engine_of(world).active_flows):
-        flow = flow_of(world, active[i])
-        if flow.due_s < best_s or (flow.due_s == best_s and best >= 0 and flow.phase > flow_of(world, best).phase):
-            best = active[i]
-            best_s = flow.due_s
-    return best
+    """(the transfer that is next to complete, or that lands then; whether it lands), a landing before a completion."""
+    engine = engine_of(world)
+    uncapped = i4_at(world.uncapped)
+    best = engine.landing_head
+    best_s = flow_of(world, best).due_s if best >= 0 else np.inf
+    lands = True
+    for i in range(engine.uncapped_flows):
+        due_s = flow_of(world, uncapped[i]).due_s
+        if due_s < best_s:
+            best = uncapped[i]
+            best_s = due_s
+            lands = False
+    return best, lands
 
 
 @compiled
 def schedule_network(world):
     """Set the network's next event from its flows."""
-    active = i4_at(world.active)
-    due_s = np.inf
-    for i in range(engine_of(world).active_flows):
-        due_s = min(due_s, flow_of(world, active[i]).due_s)
+    engine = engine_of(world)
+    uncapped = i4_at(world.uncapped)
+    due_s = flow_of(world, engine.landing_head).due_s if engine.landing_head >= 0 else np.inf
+    for i in range(engine.uncapped_flows):
+        due_s = min(due_s, flow_of(world, uncapped[i]).due_s)
     set_due(world, network_slot(world), due_s)
 
 
@@ -187,96 +220,147 @@ def schedule_network(world):
 def complete_flow(world, parameters, flow_id):
     """All bytes are moved, now: leave the NICs, land after the latency."""
     state = state_of(world)
+    engine = engine_of(world)
     flow = flow_of(world, flow_id)
-    source = flow.source
-    target = flow.target
-    rate = flow.rate
-    flow.remaining = 0.0
-    flow.rate = 0.0
-    flow.phase = LANDING
+    sender = prefill_of(state, flow.source)
+    sender.tx_flows -= 1
+    sender.tx_used = sender.tx_used - flow.rate if sender.tx_flows > 0 else 0.0
+    target_left = _count_receiver(state, flow.target, -1)
+    _set_used(state, flow.target, used(state, flow.target) - flow.rate if target_left > 0 else 0.0)
+    # off the lists; that of the uncapped stays in order
+    active = i4_at(world.active)
+    engine.active_flows -= 1
+    last = active[engine.active_flows]
+    active[flow.slot] = last
+    flow_of(world, last).slot = flow.slot
+    # summed afresh: what subtraction leaves would break ties between equal backlogs
+    sender.tx_backlog_bytes = 0.0
+    if sender.tx_flows > 0:
+        for i in range(engine.active_flows):
+            other = flow_of(world, active[i])
+            sender.tx_backlog_bytes += other.bytes if other.source == flow.source else 0.0
+    uncapped = i4_at(world.uncapped)
+    i = 0
+    while uncapped[i] != flow_id:
+        i += 1
+    engine.uncapped_flows -= 1
+    for j in range(i, engine.uncapped_flows):
+        uncapped[j] = uncapped[j + 1]
+    flow.slot = -1
+    # into the queue of landings
     flow.due_s = clock_of(state).now_s + cluster_of(parameters).transfer_latency_s
-    source_used = used(state, source)
-    target_used = used(state, target)
-    source_left = _count(state, source, -1)
-    target_left = _count(state, target, -1)
-    _set_used(state, source, source_used - rate if source_left > 0 else 0.0)
-    _set_used(state, target, target_used - rate if target_left > 0 else 0.0)
-    sender = prefill_of(state, source)
-    sender.tx_backlog_bytes = sender.tx_backlog_bytes - flow.bytes if source_left > 0 else 0.0
-    if (source_left > 0 or target_left > 0) and math.isinf(_most_of_others(world, flow_id)):
-        _share(world, parameters, source, target)  # those that were held back can go faster now
+    flow.next = -1
+    if engine.landing_head < 0:
+        engine.landing_head = flow_id
+    else:
+        flow_of(world, engine.landing_tail).next = flow_id
+    engine.landing_tail = flow_id
+    if _held_back(world, flow_id):
+        _share(world, parameters, flow.source, flow.target)  # those that were held back can go faster now
 
 
 @compiled
-def remove_flow(world, flow_id):
-    """A flow that lands leaves the list, which stays in order of starting."""
+def take_landing(world):
+    """The first of the queue of landings leaves it."""
     engine = engine_of(world)
-    active = i4_at(world.active)
-    i = 0
-    while active[i] != flow_id:
-        i += 1
-    engine.active_flows -= 1
-    for j in range(i, engine.active_flows):
-        active[j] = active[j + 1]
-    flow_of(world, flow_id).phase = INACTIVE
+    engine.landing_head = flow_of(world, engine.landing_head).next
+
+
+@compiled
+def _mark(world, parameters, nic, count):
+    """Put a NIC side on the list of `_fill` unless it is there; returns the length of the list."""
+    nics = 2 * world.prefills + world.decodes
+    listed = i8_at(world.scratch_nics)
+    unfixed = i8_at(world.scratch_nics + 8 * nics)
+    for i in range(count):
+        if listed[i] == nic:
+            return count
+    listed[count] = nic
+    unfixed[nic] = 0
+    f8_at(world.scratch_capacity)[nic] = bandwidth(parameters, nic)
+    return count + 1
 
 
 @compiled
 def _share(world, parameters, source, target):
-    """Share out afresh the NICs that are connected to `source` or `target` (progressive filling)."""
+    """Share out afresh the NICs that are connected to `source` or `target`."""
+    # mostly, the capped transfers can keep their caps
+    if engine_of(world).held_flows > 0 or not _fill(world, parameters, source, target, True):
+        _fill(world, parameters, source, target, False)
+
+
+@compiled
+def _fill(world, parameters, source, target, only_uncapped):
+    """Progressive filling. `only_uncapped`: only uncapped transfers change; False if that would not be fair."""
+    engine = engine_of(world)
     state = state_of(world)
     now_s = clock_of(state).now_s
-    nics = 2 * world.prefills + world.decodes
-    marked = i8_at(world.scratch_nics)
-    unfixed = i8_at(world.scratch_nics + 8 * nics)
+    sides = 2 * world.prefills + world.decodes
+    listed = i8_at(world.scratch_nics)
+    unfixed = i8_at(world.scratch_nics + 8 * sides)
     capacity = f8_at(world.scratch_capacity)
+    fixed = f8_at(world.scratch_capacity + 8 * sides)  # bytes per second of the transfers that do not change
     members = i4_at(world.scratch_members)
-    active = i4_at(world.active)
+    flows = i4_at(world.uncapped) if only_uncapped else i4_at(world.active)
+    candidates = engine.uncapped_flows if only_uncapped else engine.active_flows
 
-    # 1. the connected component: its flows go to the front of `members`
-    for nic in range(nics):
-        marked[nic] = 0
-    marked[source] = 1
-    marked[target] = 1
-    candidates = 0
-    for i in range(engine_of(world).active_flows):
-        if flow_of(world, active[i]).phase == MOVING:
-            members[candidates] = active[i]
-            candidates += 1
+    # 1. the connected component: its NICs in `listed`, its flows at the front of `members`
+    nics = _mark(world, parameters, source, 0)
+    nics = _mark(world, parameters, target, nics)
+    for i in range(candidates):
+        members[i] = flows[i]
     count = 0
     grown = True
     while grown:
         grown = False
         for i in range(count, candidates):
             flow = flow_of(world, members[i])
-            if marked[flow.source] != 0 or marked[flow.target] != 0:
-                marked[flow.source] = 1
-                marked[flow.target] = 1
+            by_source = False
+            by_target = False
+            for j in range(nics):
+                by_source = by_source or listed[j] == flow.source
+                by_target = by_target or listed[j] == flow.target
+            if by_source or by_target:
+                if not by_source:
+                    nics = _mark(world, parameters, flow.source, nics)
+                if not by_target:
+                    nics = _mark(world, parameters, flow.target, nics)
                 _swap(members, i, count)
                 count += 1
                 grown = True
 
     # 2. bring its flows up to now; fill
-    for nic in range(nics):
-        if marked[nic] != 0:
-            capacity[nic] = bandwidth(parameters, nic)
-            unfixed[nic] = 0
+    for j in range(nics):
+        fixed[listed[j]] = used(state, listed[j]) if only_uncapped else 0.0
     for i in range(count):
         flow = flow_of(world, members[i])
         flow.remaining = max(0.0, flow.remaining - flow.rate * (now_s - flow.updated_s))
         flow.updated_s = now_s
         unfixed[flow.source] += 1
         unfixed[flow.target] += 1
+        if only_uncapped:
+            fixed[flow.source] -= flow.rate
+            fixed[flow.target] -= flow.rate
+        else:
+            engine.held_flows -= flow.cap != np.inf and flow.rate < flow.cap
+    for j in range(nics):
+        nic = listed[j]
+        capacity[nic] -= fixed[nic]
+        if capacity[nic] < 0.0:
+            return False
     left = count
     while left > 0:
         level = np.inf
         bottleneck = -1
-        for nic in range(nics):
-            if marked[nic] != 0 and unfixed[nic] > 0:
+        for j in range(nics):
+            nic = listed[j]
+            if unfixed[nic] > 0:
                 share = capacity[nic] / unfixed[nic]
                 if share < level:
                     level = share
                     bottleneck = nic
+        if only_uncapped and fixed[bottleneck] > level:
+            return False  # one that does not change could have more than those that are held back
         for i in range(left):
             cap = flow_of(world, members[i]).cap
             if cap <= level:
@@ -297,18 +381,17 @@ def _share(world, parameters, source, target):
                 i += 1
 
     # 3. what it means for NICs and completions
-    for nic in range(nics):
-        if marked[nic] != 0:
-            capacity[nic] = 0.0
     for i in range(count):
         flow = flow_of(world, members[i])
-        capacity[flow.source] += flow.rate
-        capacity[flow.target] += flow.rate
-        if math.isinf(flow.cap):
+        fixed[flow.source] += flow.rate
+        fixed[flow.target] += flow.rate
+        if flow.cap == np.inf:
             flow.due_s = now_s + flow.remaining / flow.rate
-    for nic in range(nics):
-        if marked[nic] != 0:
-            _set_used(state, nic, capacity[nic])
+        elif flow.rate < flow.cap:
+            engine.held_flows += 1
+    for j in range(nics):
+        _set_used(state, listed[j], fixed[listed[j]])
+    return True
 
 
 @compiled

@@ -4,32 +4,32 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, HOST, PENDING, TRANSIT, Source
+from ..state import DEVICE, HOST, Source
 from .compile import compiled
 from .decode import finish, withdraw
-from .kvcache import drop, has, make_room, pin, put, release
+from .kvcache import chain_release, leading, make_room, mask_of, pin, release
 from .latency import block_load_time, compute_time, prefill_time, reuse_tokens
 from .memory import (
     arrival_of,
-    blocks_of,
+    bits_in,
     cell_of,
     clock_of,
     cluster_of,
     decode_of,
     engine_of,
     flight_of,
-    i4_at,
     i8_at,
     input_of,
     job_of,
+    lowest_bit,
     outcome_of,
     output_of,
     prefill_node_of,
     prefill_of,
     prefill_timer_of,
-    row_bit,
+    reference_of,
+    request_of,
     state_of,
-    word_index,
 )
 from .network import lift_cap, start_flow
 from .timers import set_due
@@ -52,6 +52,64 @@ def find_holder(state, ready, p):
 
 
 @compiled
+def _part_mask(reference, at, start, stop):
+    """Which blocks of a run are among blocks [start, stop) of the request, where the run's first is block `at`."""
+    length = reference.length
+    return mask_of(min(max(stop - at, 0), length)) & ~mask_of(min(max(start - at, 0), length))
+
+
+@compiled
+def _missing(world, request, p, start, stop):
+    """How many of blocks [start, stop) of the request are neither resident on p nor on their way there."""
+    asked = request_of(world, request)
+    at = 0
+    missing = 0
+    for i in range(asked.first, asked.first + asked.references):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        missing += bits_in(_part_mask(reference, at, start, stop) & ~(cell.host | cell.transit))
+        at += reference.length
+    return missing
+
+
+@compiled
+def _expect(world, request, p, start, stop):
+    """Blocks [start, stop) of the request take a place on p, keep it pinned, and are in transfer to it."""
+    prefill_of(state_of(world), p).host_used += stop - start
+    asked = request_of(world, request)
+    at = 0
+    for i in range(asked.first, asked.first + asked.references):
+        reference = reference_of(world, i)
+        cell_of(world, reference.run, p).transit |= _part_mask(reference, at, start, stop)
+        at += reference.length
+    pin(world, request, p, start, stop)
+
+
+@compiled
+def _reserve(world, request, p, start, stop, capacity):
+    """Places on p for what is missing there of blocks [start, stop) of the request, of which [0, start) are pinned.
+
+    Returns (the block that found no place, or `stop`; how many took one). All before that block are pinned then.
+    """
+    chained = engine_of(world).chained != 0  # no block comes twice in a request
+    if chained and _missing(world, request, p, start, stop) == stop - start:
+        taken = make_room(world, p, HOST, capacity, stop - start)
+        _expect(world, request, p, start, start + taken)
+        return start + taken, taken
+    # what is there already could be evicted before its turn comes
+    taken = 0
+    for i in range(start, stop):
+        if _missing(world, request, p, i, i + 1) == 0:
+            pin(world, request, p, i, i + 1)
+        elif make_room(world, p, HOST, capacity, 1) == 1:
+            _expect(world, request, p, i, i + 1)
+            taken += 1
+        else:
+            return i, taken
+    return stop, taken
+
+
+@compiled
 def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     """Carry out a decision for `request`, now. `ttft_s`, `tbt_s`, `fetch_s`: what was predicted for it.
 
@@ -64,8 +122,7 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     node = prefill_node_of(parameters, p)
     job = job_of(world, request)
     outcome = outcome_of(world, request)
-    address, count = blocks_of(world, request)
-    ids = i4_at(address)
+    asked = request_of(world, request)
     local = i8_at(world.scratch_match)
     ready = i8_at(world.scratch_match + 8 * world.prefills)
     device = i8_at(world.scratch_match + 16 * world.prefills)
@@ -74,21 +131,13 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     job.holder = -1
     job.landed = 1
     in_transfer = 0
-    pin(world, request, p, 0, hit)
+    if hit > 0:
+        pin(world, request, p, 0, hit)
     if source == FETCH:
         source = LOCAL
         holder = find_holder(state, ready, p)
         if holder >= 0 and ready[holder] > hit:
-            for i in range(hit, ready[holder]):
-                b = ids[i]
-                if not has(state, b, HOST, p) and not has(state, b, TRANSIT, p):
-                    if not make_room(world, p, HOST, node.host_blocks):
-                        break
-                    prefill.host_used += 1
-                    put(state, b, TRANSIT, p)
-                    in_transfer += 1
-                cell_of(world, b, p).pins += 1
-                hit = i + 1
+            hit, in_transfer = _reserve(world, request, p, hit, ready[holder], node.host_blocks)
             if in_transfer > 0:
                 source = FETCH
                 job.holder = holder
@@ -96,9 +145,13 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
                 pin(world, request, holder, 0, hit)
                 size = in_transfer * cluster.block_tokens * cluster.kv_bytes_per_token
                 start_flow(world, parameters, request, holder, world.prefills + p, size, np.inf)
-    for i in range(job.local, count):
-        if not has(state, ids[i], HOST, p):
-            put(state, ids[i], PENDING, p)
+    start = 0
+    for i in range(asked.first, asked.first + asked.references):
+        reference = reference_of(world, i)
+        if start + reference.length > job.local:
+            cell = cell_of(world, reference.run, p)
+            cell.pending |= _part_mask(reference, start, job.local, asked.blocks) & ~cell.host
+        start += reference.length
     job.hit = hit
     job.fetch_eta_s = clock.now_s + fetch_s
     n = input_of(world, request)
@@ -158,18 +211,28 @@ def start_prefill(world, parameters, p):
     prefill.queue_requests -= 1
     prefill.queued_s = prefill.queued_s - job.predicted_s if prefill.queue_requests > 0 else 0.0
 
-    address, count = blocks_of(world, request)
-    ids = i4_at(address)
+    asked = request_of(world, request)
     blocks = 0
     on_device = 0
     if outcome.source != RECOMPUTE:
-        while blocks < count and (
-            has(state, ids[blocks], HOST, p) or (job.landed == 0 and job.local <= blocks < job.hit)
-        ):
-            blocks += 1
-        while on_device < blocks and has(state, ids[on_device], DEVICE, p):
-            on_device += 1
-    pin(world, request, p, job.hit, count)
+        at = 0
+        all_device = True
+        for i in range(asked.first, asked.first + asked.references):
+            reference = reference_of(world, i)
+            cell = cell_of(world, reference.run, p)
+            usable = np.int64(cell.host)
+            if job.landed == 0:
+                usable |= _part_mask(reference, at, job.local, job.hit)
+            count = leading(usable)
+            blocks += count
+            if all_device:
+                count_device = min(count, leading(cell.device))
+                on_device += count_device
+                all_device = count_device == reference.length
+            if count < reference.length:
+                break
+            at += reference.length
+    pin(world, request, p, job.hit, asked.blocks)
 
     n = input_of(world, request)
     reused = reuse_tokens(blocks, cluster.block_tokens, n)
@@ -207,19 +270,79 @@ def land_fetch(world, parameters, request):
     job = job_of(world, request)
     outcome = outcome_of(world, request)
     p = outcome.prefill
-    address, _ = blocks_of(world, request)
-    ids = i4_at(address)
-    for i in range(job.local, job.hit):
-        if has(state, ids[i], TRANSIT, p):
-            drop(state, ids[i], TRANSIT, p)
-            put(state, ids[i], HOST, p)
-        drop(state, ids[i], PENDING, p)
+    asked = request_of(world, request)
+    at = 0
+    for i in range(asked.first, asked.first + asked.references):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        mask = _part_mask(reference, at, job.local, job.hit)
+        landed = cell.transit & mask
+        cell.transit ^= landed
+        cell.host |= landed
+        cell.pending &= ~mask
+        at += reference.length
     job.landed = 1
-    release(world, job.holder, engine_of(world).requests + request, 0, job.hit)
+    release(world, job.holder, engine_of(world).requests + request, job.hit)
     if prefill_timer_of(world, p).job == request:
         tail_s = job.compute_s / cluster_of(parameters).layers
         finish_s = max(outcome.prefill_start_s + job.duration_s, clock_of(state).now_s + tail_s)
         _know_finish(world, parameters, p, finish_s)
+
+
+@compiled
+def _lowest(mask, count):
+    """The `count` lowest bits of a mask, all if it has no more."""
+    left = mask
+    for _ in range(count):
+        left &= left - 1
+    return mask ^ left
+
+
+@compiled
+def _keep(world, request, p, node):
+    """What the request computed becomes usable on p, as far as room can be made; its pins there end."""
+    prefill = prefill_of(state_of(world), p)
+    asked = request_of(world, request)
+    last = asked.first + asked.references
+    resident = 0  # leading blocks
+    for i in range(asked.first, last):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        # what is on its way to a later request has a place already
+        missing = mask_of(reference.length) & ~(cell.host | cell.transit)
+        blocks = reference.length
+        if missing != 0:
+            wanted = bits_in(missing)
+            room = make_room(world, p, HOST, node.host_blocks, wanted)
+            prefill.host_used += room
+            if room < wanted:
+                blocks = lowest_bit(missing ^ _lowest(missing, room))
+        usable = mask_of(blocks)
+        cell.host |= usable
+        cell.transit &= ~usable
+        resident += blocks
+        if blocks < reference.length:
+            break
+    loading = True
+    for i in range(asked.first, last):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        missing = mask_of(min(reference.length, resident)) & ~cell.device
+        resident -= min(reference.length, resident)
+        if loading and missing != 0:
+            wanted = bits_in(missing)
+            room = make_room(world, p, DEVICE, node.device_blocks, wanted)
+            prefill.device_used += room
+            if room < wanted:
+                missing = _lowest(missing, room)
+                loading = False
+            cell.device |= missing
+        cell.pending = 0
+        cell.stamp = request
+        cell.cuts = 0
+        cell.pins -= 1
+    if asked.references > 0:
+        chain_release(world, p, request, asked.first, asked.references, 0)
 
 
 @compiled
@@ -232,35 +355,10 @@ def end_prefill(world, parameters, p):
     timer = prefill_timer_of(world, p)
     request = timer.job
     outcome = outcome_of(world, request)
-    address, count = blocks_of(world, request)
-    ids = i4_at(address)
     timer.job = -1
     prefill.running = 0
     set_due(world, p, np.inf)
-
-    # 1. what was computed becomes usable, as far as room can be made
-    words = i8_at(state.blocks)
-    resident = count  # leading blocks
-    for i in range(count):
-        at = word_index(state, ids[i], p)
-        word = words[at] & ~row_bit(PENDING, p)
-        words[at] = word
-        if resident == count and word & row_bit(HOST, p) == 0:
-            if word & row_bit(TRANSIT, p) != 0:  # on its way to a later request: it has a place already
-                words[at] = word ^ (row_bit(TRANSIT, p) | row_bit(HOST, p))
-            elif make_room(world, p, HOST, node.host_blocks):
-                words[at] = word | row_bit(HOST, p)
-                prefill.host_used += 1
-            else:
-                resident = i
-    for i in range(resident):
-        at = word_index(state, ids[i], p)
-        if words[at] & row_bit(DEVICE, p) == 0:
-            if not make_room(world, p, DEVICE, node.device_blocks):
-                break
-            words[at] |= row_bit(DEVICE, p)
-            prefill.device_used += 1
-    release(world, p, request, 0, count)
+    _keep(world, request, p, node)
 
     outcome.prefill_end_s = clock.now_s
     outcome.prefill_s = clock.now_s - outcome.prefill_start_s

@@ -19,29 +19,34 @@ import numpy as np
 from numba import types
 from numba.extending import typeof_impl
 
-from ..observe import observe
+from ..observe import observe_matched
 from ..state import Source
 from .compile import compiled
 from .events import arrive, decide, reset
+from .kvcache import match_runs
 from .memory import (
     OBSERVATION,
-    blocks_of,
+    cell_of,
     clock_of,
     decode_allowed,
     decode_features,
     decode_of,
     decode_timer_of,
     engine_of,
+    f4_at,
     f8_at,
+    flow_of,
     i4_at,
     i8_at,
     input_of,
     job_of,
     member_of,
     prefetch_events,
-    prefetch_requests,
+    prefetch_request,
     prefetch_tables,
     prefill_features,
+    reference_of,
+    request_of,
     source_allowed,
     state_of,
     u1_at,
@@ -49,6 +54,7 @@ from .memory import (
 from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
+DONE, FAILED, OUT_OF_RANGE = 0, 1, 2  # what became of a step of a batch
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
@@ -87,45 +93,57 @@ def _callback_type(callback: Callback, _: Any) -> Any:
 
 
 @compiled
-def load(world, arrival_s, speed, input_tokens, output_tokens, block_offsets, block_ids, first, last, seen):
-    """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast; returns distinct blocks.
+def load(
+    world,
+    arrival_s,
+    speed,
+    input_tokens,
+    output_tokens,
+    block_offsets,
+    offsets,
+    runs,
+    lengths,
+    chained,
+    first,
+    last,
+    seen,
+):
+    """Give a cluster the requests first .. last - 1 of a trace, `speed` times as fast.
 
-    Blocks are renumbered in order of appearance. `seen` int32[distinct blocks of the trace + 1, 3] is scratch: for
-    each block the number of the load that saw it last, its number there, and the block before it; the last row counts
-    loads.
+    `offsets`, `runs`, `lengths`, `chained`: the trace's `Runs`. Runs and blocks are renumbered in order of appearance.
+    `seen` int32[runs of the trace + 1, 2] is scratch: for each run the number of the load that saw it last and its
+    number there; the last row counts loads.
     """
     engine = engine_of(world)
     engine.requests = last - first
+    engine.chained = chained
     seen[-1, 0] += 1
     number = seen[-1, 0]
-    base = block_offsets[first]
-    arrivals = f8_at(world.arrival_s)
-    inputs = i4_at(world.input_tokens)
-    outputs = i4_at(world.output_tokens)
-    offsets = i8_at(world.block_offsets)
-    ids = i4_at(world.block_ids)
+    base = offsets[first]
+    numbers = i4_at(world.run_blocks)
+    count = 0
     blocks = 0
-    chained = True
     for r in range(first, last):
-        arrivals[r - first] = (arrival_s[r] - arrival_s[first]) / speed
-        inputs[r - first] = input_tokens[r]
-        outputs[r - first] = output_tokens[r]
-        offsets[r - first] = block_offsets[r] - base
-        before = -1
-        for i in range(block_offsets[r], block_offsets[r + 1]):
-            b = block_ids[i]
-            if seen[b, 0] != number:
-                seen[b, 0] = number
-                seen[b, 1] = blocks
-                seen[b, 2] = before
-                blocks += 1
-            chained = chained and seen[b, 2] == before
-            ids[i - base] = seen[b, 1]
-            before = b
-    offsets[last - first] = block_offsets[last] - base
+        request = request_of(world, r - first)
+        request.arrival_s = (arrival_s[r] - arrival_s[first]) / speed
+        request.input_tokens = input_tokens[r]
+        request.output_tokens = output_tokens[r]
+        request.first = offsets[r] - base
+        request.references = offsets[r + 1] - offsets[r]
+        request.blocks = block_offsets[r + 1] - block_offsets[r]
+        for i in range(offsets[r], offsets[r + 1]):
+            run = runs[i]
+            if seen[run, 0] != number:
+                seen[run, 0] = number
+                seen[run, 1] = count
+                numbers[count] = blocks
+                count += 1
+                blocks += lengths[run]
+            reference = reference_of(world, i - base)
+            reference.run = seen[run, 1]
+            reference.length = lengths[run]
+    engine.runs = count
     engine.blocks = blocks
-    engine.chained = chained
-    return blocks
 
 
 @compiled
@@ -141,18 +159,11 @@ def observe_arrival(world, parameters, observation):
     if not arrive(world, parameters):
         return False
     request = engine_of(world).next_request
-    prefetch_requests(world, request + 1)
-    address, count = blocks_of(world, request)
-    observe(
-        state_of(world),
-        parameters,
-        input_of(world, request),
-        address,
-        count,
-        observation,
-        world.scratch_match,
-        world.scratch_forecast,
-    )
+    prefetch_request(world, request + 1)
+    matched = world.scratch_match
+    row = 8 * world.prefills
+    match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    observe_matched(state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast)
     return True
 
 
@@ -192,6 +203,32 @@ def replay(world, parameters, observation, router, router_values, admission, adm
 
 
 @compiled
+def _step(worlds, parameters, observations, actions, done, c, stop):
+    world = worlds[c]
+    observation = observations[c]
+    if c + 2 < stop:
+        prefetch_tables(worlds[c + 2], parameters[c + 2], observations[c + 2])
+    if c + 1 < stop:
+        coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
+        prefetch_events(worlds[c + 1], coming)
+    if engine_of(world).next_request >= engine_of(world).requests:
+        done[c] = True
+        return
+    prefill = -1
+    decode = -1
+    source = 0
+    if actions[c] > 0:
+        pair = (actions[c] - 1) // 3
+        prefill = pair // world.decodes
+        decode = pair % world.decodes
+        source = (actions[c] - 1) % 3
+        if not source_allowed(observation, prefill, LOCAL) or not decode_allowed(observation, decode):
+            prefill = -1
+    carry_out(world, parameters[c], observation, prefill, decode, source)
+    done[c] = not observe_arrival(world, parameters[c], observation)
+
+
+@compiled
 def step(worlds, parameters, observations, actions, done, start, stop):
     """One decision in each of the clusters start .. stop - 1, then on to their next arrivals, observed.
 
@@ -199,28 +236,56 @@ def step(worlds, parameters, observations, actions, done, start, stop):
     `done[c]` is set where no request is left; such a cluster has been drained, and further steps leave it alone.
     """
     for c in range(start, stop):
-        world = worlds[c]
+        _step(worlds, parameters, observations, actions, done, c, stop)
+
+
+@compiled
+def step_and_show(worlds, parameters, observations, actions, done, settled, masks, request, prefill, decode, cluster):
+    """`step` for all clusters, then `show`; returns DONE, FAILED (`engine.error`) or OUT_OF_RANGE (nothing done)."""
+    count = len(actions)
+    for c in range(count):
+        if actions[c] < 0 or actions[c] >= masks.shape[1]:
+            return OUT_OF_RANGE
+    outcome = DONE
+    for c in range(count):
+        _step(worlds, parameters, observations, actions, done, c, count)
+        show(worlds, observations, settled, masks, request, prefill, decode, cluster, c)
+        if engine_of(worlds[c]).error != 0:
+            outcome = FAILED
+    return outcome
+
+
+@compiled
+def show(worlds, observations, settled, masks, request, prefill, decode, cluster, c):
+    """Write what is to be seen of cluster c into row c of each table.
+
+    `settled` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far; `masks` bool
+    [C, 1 + P D 3]: which actions are valid, rejecting always is; the observation as float32 tables, cut to +-LARGEST.
+    """
+    clock = clock_of(state_of(worlds[c]))
+    settled[c, 0] = clock.good
+    settled[c, 1] = clock.violated
+    settled[c, 2] = clock.rejected_at_arrival
+    settled[c, 3] = clock.rejected_at_decode
+    settled[c, 4] = clock.wasted_prefill_s
+    observation = observations[c]
+    _mask(observation, masks[c])
+    _export(observation.request, request[c])
+    _export(observation.prefill, prefill[c])
+    _export(observation.decode, decode[c])
+    _export(observation.cluster, cluster[c])
+
+
+@compiled
+def features(observations, masks, request, prefill, decode, cluster):
+    """What a network reads of a batch of observations: see `show`."""
+    for c in range(len(observations)):
         observation = observations[c]
-        if c + 2 < stop:
-            prefetch_tables(worlds[c + 2])
-        if c + 1 < stop:
-            coming = (actions[c + 1] - 1) // (3 * world.decodes) if actions[c + 1] > 0 else -1
-            prefetch_events(worlds[c + 1], coming)
-        if engine_of(world).next_request >= engine_of(world).requests:
-            done[c] = True
-            continue
-        prefill = -1
-        decode = -1
-        source = 0
-        if actions[c] > 0:
-            pair = (actions[c] - 1) // 3
-            prefill = pair // world.decodes
-            decode = pair % world.decodes
-            source = (actions[c] - 1) % 3
-            if not source_allowed(observation, prefill, LOCAL) or not decode_allowed(observation, decode):
-                prefill = -1
-        carry_out(world, parameters[c], observation, prefill, decode, source)
-        done[c] = not observe_arrival(world, parameters[c], observation)
+        _mask(observation, masks[c])
+        _export(observation.request, request[c])
+        _export(observation.prefill, prefill[c])
+        _export(observation.decode, decode[c])
+        _export(observation.cluster, cluster[c])
 
 
 @compiled
@@ -235,56 +300,50 @@ def choose_actions(observations, router, router_values, admission, admission_val
             actions[c] = 1 + (decision[0] * observations[c].decodes + decision[1]) * 3 + decision[2]
 
 
-@compiled
-def action_masks(observations, masks, start, stop):
-    """`masks` bool[C, 1 + P D 3]: which actions are valid in clusters start .. stop - 1. Rejecting always is."""
-    for c in range(start, stop):
-        observation = observations[c]
-        sources = u1_at(observation.prefill_mask)
-        up = u1_at(observation.decode_mask)
-        row = masks[c]
-        row[0] = True
-        i = 1
-        for p in range(observation.prefills):
-            local = sources[3 * p] != 0
-            fetch = sources[3 * p + 1] != 0
-            recompute = sources[3 * p + 2] != 0
-            for d in range(observation.decodes):
-                allowed = up[d] != 0
-                row[i] = local & allowed
-                row[i + 1] = fetch & allowed
-                row[i + 2] = recompute & allowed
-                i += 3
+# Words of every third byte, from byte 0, 1 and 2 on.
+_FROM_0, _FROM_1, _FROM_2 = 0x0001000001000001, 0x0100000100000100, 0x0000010000010000
 
 
 @compiled
-def _export(source, target, count):
+def _mask(observation, row):
+    """`row` bool[1 + P D 3]: which actions are valid."""
+    sources = u1_at(observation.prefill_mask)
+    up = u1_at(observation.decode_mask)
+    decodes = observation.decodes
+    address = row.ctypes.data
+    values = u1_at(address)
+    values[0] = 1
+    for p in range(observation.prefills):
+        local = np.int64(sources[3 * p])
+        fetch = np.int64(sources[3 * p + 1])
+        recompute = np.int64(sources[3 * p + 2])
+        i = 1 + 3 * decodes * p
+        for _ in range(decodes >> 3):  # eight decodes are three words
+            words = i8_at(address + i)
+            words[0] = local * _FROM_0 + fetch * _FROM_1 + recompute * _FROM_2
+            words[1] = local * _FROM_1 + fetch * _FROM_2 + recompute * _FROM_0
+            words[2] = local * _FROM_2 + fetch * _FROM_0 + recompute * _FROM_1
+            i += 24
+        for _ in range(decodes & 7):
+            values[i] = local
+            values[i + 1] = fetch
+            values[i + 2] = recompute
+            i += 3
+    for d in range(decodes):
+        if up[d] == 0:
+            for p in range(observation.prefills):
+                i = 1 + 3 * (decodes * p + d)
+                values[i] = 0
+                values[i + 1] = 0
+                values[i + 2] = 0
+
+
+@compiled
+def _export(source, target):
     values = f8_at(source)
-    for i in range(count):
-        target[i] = min(max(values[i], -LARGEST), LARGEST)
-
-
-@compiled
-def export(observations, request, prefill, decode, cluster, start, stop):
-    """Observations as float32 tables [C, features of all rows], cut to +-LARGEST."""
-    for c in range(start, stop):
-        observation = observations[c]
-        _export(observation.request, request[c], request.shape[1])
-        _export(observation.prefill, prefill[c], prefill.shape[1])
-        _export(observation.decode, decode[c], decode.shape[1])
-        _export(observation.cluster, cluster[c], cluster.shape[1])
-
-
-@compiled
-def settled(worlds, counts, start, stop):
-    """`counts` float64[C, 5]: good, violated, rejected at arrival, at decode, wasted prefill seconds so far."""
-    for c in range(start, stop):
-        clock = clock_of(state_of(worlds[c]))
-        counts[c, 0] = clock.good
-        counts[c, 1] = clock.violated
-        counts[c, 2] = clock.rejected_at_arrival
-        counts[c, 3] = clock.rejected_at_decode
-        counts[c, 4] = clock.wasted_prefill_s
+    flat = f4_at(target.ctypes.data)
+    for i in range(target.size):
+        flat[i] = min(max(values[i], -LARGEST), LARGEST)
 
 
 @compiled
@@ -307,30 +366,40 @@ def _copy8(source, target, start, stop):
 def fork(source, target, sizes):
     """Make cluster `target` a copy of cluster `source` of the same batch; only what is in use is copied.
 
-    `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, OUTCOME, JOB, ENGINE, PREFILL_TIMER, DECODE_TIMER,
-    EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
+    `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, REQUEST, CELL, OUTCOME, JOB, ENGINE, PREFILL_TIMER,
+    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
     """
-    clock, prefill, decode, flight, outcome, job, engine_size, prefill_timer, decode_timer = sizes[:9] // 8
-    eviction, release, flow, member, segment = sizes[9:] // 4
+    clock, prefill, decode, flight, request, cell, outcome, job, engine_size, prefill_timer, decode_timer = (
+        sizes[:11] // 8
+    )
+    eviction, release, flow, member, segment = sizes[11:] // 4
     a = state_of(source)
     b = state_of(target)
     engine = engine_of(source)
     requests = engine.requests
     seen = engine.next_request
-    blocks = engine.blocks
+    runs = engine.runs
     in_flight = clock_of(a).in_flight
     _copy8(a.clock, b.clock, 0, clock)
     _copy8(a.prefill, b.prefill, 0, prefill * source.prefills)
     _copy8(a.decode, b.decode, 0, decode * source.decodes)
     _copy8(a.flight, b.flight, 0, flight * in_flight)
-    _copy8(a.blocks, b.blocks, 0, blocks * a.words)
-    for p in range(source.prefills):
-        _copy8(source.cells, target.cells, p * source.block_capacity, p * source.block_capacity + blocks)
-    _copy8(source.arrival_s, target.arrival_s, 0, requests)
-    _copy4(source.input_tokens, target.input_tokens, 0, requests)
-    _copy4(source.output_tokens, target.output_tokens, 0, requests)
-    _copy8(source.block_offsets, target.block_offsets, 0, requests + 1)
-    _copy4(source.block_ids, target.block_ids, 0, i8_at(source.block_offsets)[requests])
+    _copy8(source.requests, target.requests, 0, request * requests)
+    references = 0
+    if requests > 0:
+        final = request_of(source, requests - 1)
+        references = final.first + final.references
+    _copy8(source.references, target.references, 0, references)
+    _copy4(source.run_blocks, target.run_blocks, 0, runs)
+    _copy8(source.cells, target.cells, 0, cell * runs * source.prefills)
+    numbers = i4_at(source.run_blocks)
+    for run in range(runs):
+        last_block = numbers[run + 1] if run + 1 < runs else engine.blocks
+        for p in range(source.prefills):
+            state_there = cell_of(source, run, p)
+            if state_there.cuts | state_there.ends != 0:
+                row = p * source.block_capacity
+                _copy8(source.parts, target.parts, row + numbers[run], row + last_block)
     _copy8(source.outcomes, target.outcomes, 0, outcome * requests)
     _copy8(source.jobs, target.jobs, 0, job * seen)
     _copy8(source.engine, target.engine, 0, engine_size)
@@ -343,6 +412,11 @@ def fork(source, target, sizes):
     _copy4(source.active, target.active, 0, engine.active_flows)
     for i in range(engine.active_flows):
         _copy4(source.flows, target.flows, flow * active[i], flow * (active[i] + 1))
+    _copy4(source.uncapped, target.uncapped, 0, engine.uncapped_flows)
+    landing = engine.landing_head
+    while landing >= 0:
+        _copy4(source.flows, target.flows, flow * landing, flow * (landing + 1))
+        landing = flow_of(source, landing).next
     for d in range(source.decodes):
         members = decode_of(a, d).batch
         row = member * source.batch_limit * d

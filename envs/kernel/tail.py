@@ -1,8 +1,9 @@
 """TBT of one request: the mean of its longest intervals, from the segments it lived through, without listing them.
 
-The intervals of a segment form an arithmetic progression, plus one that is longer by the stall before it. The sum
-of the m longest is found by selection over progressions: split the candidates at a pivot, keep the side where the
-m-th longest lies.
+The intervals of a segment form an arithmetic progression, a run, plus one that is longer by the stall before it. Runs
+of different batches hardly ever overlap, and most stalls are longer than any plain interval: so the m longest are
+mostly whole runs, taken in order. Where runs do overlap they are split at a pivot, time and again, to keep the side
+where the m-th longest lies.
 """
 
 from __future__ import annotations
@@ -26,28 +27,78 @@ def tail_mean(world, d, first, last, intervals, share):
     counts = f8_at(world.scratch_tail + 2 * stride)
     kept = f8_at(world.scratch_tail + 3 * stride)
     wanted = float(max(1, math.ceil(share * intervals - 1e-9)))
-    runs = 0
     total = 0.0
+    plain_s = 0.0  # the longest interval without a stall before it
     for s in range(first, last):
         segment = segment_of(world, d, s)
-        step_s = segment.step_s
-        length = segment.count
-        if s > first and segment.stall_s > 0.0:
-            top[runs] = step_s + segment.stall_s
-            steps[runs] = 0.0
-            counts[runs] = 1.0
-            total += step_s + segment.stall_s
-            runs += 1
-            step_s += segment.growth_s
-            length -= 1.0
-        if length > 0.0:
-            longest = step_s + segment.growth_s * (length - 1.0)
-            top[runs] = longest
+        stalled = segment.stall_s if s > first else 0.0
+        more = segment.count - 1.0
+        longest = segment.step_s + segment.growth_s * more
+        total += segment.count * (longest + segment.step_s) * 0.5 + stalled
+        plain_s = max(plain_s, longest if more > 0.0 or stalled == 0.0 else 0.0)
+    runs = 0
+    above = 0
+    above_s = 0.0
+    for s in range(first, last):
+        segment = segment_of(world, d, s)
+        stalled = segment.stall_s if s > first else 0.0
+        more = segment.count - 1.0
+        plain = segment.count
+        if stalled > 0.0:
+            plain = more
+            interval_s = segment.step_s + stalled
+            if interval_s >= plain_s:
+                kept[above] = interval_s
+                above += 1
+                above_s += interval_s
+            else:
+                top[runs] = interval_s
+                steps[runs] = 0.0
+                counts[runs] = 1.0
+                runs += 1
+        if plain > 0.0:
+            top[runs] = segment.step_s + segment.growth_s * more
             steps[runs] = segment.growth_s
-            counts[runs] = length
-            total += length * (longest + step_s) / 2.0
+            counts[runs] = plain
             runs += 1
-    return _longest_sum(top, steps, counts, kept, runs, wanted) / wanted, total / intervals
+    left = wanted
+    tail_s = 0.0
+    if above <= wanted:
+        left -= above
+        tail_s = above_s
+    else:
+        runs = above
+        for i in range(runs):
+            top[i] = kept[i]
+            steps[i] = 0.0
+            counts[i] = 1.0
+    # the longest first, as long as each run is done with before another one begins
+    rounds = 2 * runs
+    while left > 0.0 and rounds > 0:
+        rounds -= 1
+        best = 0
+        best_s = top[0]
+        next_s = 0.0
+        for i in range(1, runs):
+            interval_s = top[i]
+            next_s = max(next_s, min(interval_s, best_s))
+            best = i if interval_s > best_s else best
+            best_s = max(interval_s, best_s)
+        take = min(counts[best], left)
+        if best_s - steps[best] * (take - 1.0) < next_s:
+            take = min(take, math.floor((best_s - next_s) / steps[best]) + 1.0)
+        tail_s += _sum(best_s, steps[best], take)
+        left -= take
+        top[best] -= steps[best] * take
+        counts[best] -= take
+        if counts[best] <= 0.0:
+            runs -= 1
+            top[best] = top[runs]
+            steps[best] = steps[runs]
+            counts[best] = counts[runs]
+    if left > 0.0:
+        tail_s += _longest_sum(top, steps, counts, kept, runs, left)
+    return tail_s / wanted, total / intervals
 
 
 @compiled

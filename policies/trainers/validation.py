@@ -27,16 +27,7 @@ def goodput(
     windows = max(1, round(trace.n_requests / requests))
     length = trace.n_requests // windows
     clusters = [(load, first) for load in loads for first in range(0, windows * length, length)]
-    offsets = trace.block_offsets
-    references = max(int(offsets[first + length] - offsets[first]) for _, first in clusters)
-    simulator = Simulator(
-        spec,
-        clusters=len(clusters),
-        max_requests=length,
-        max_references=max(1, references),
-        max_blocks=max(1, min(references, trace.n_distinct_blocks)),
-        max_output_tokens=int(trace.output_tokens.max()),
-    )
+    simulator = Simulator.with_room(spec, trace, clusters=len(clusters), requests=length)
     for c, (load, first) in enumerate(clusters):
         simulator.load(c, trace, first, first + length, speed=load)
         simulator.begin(c, recheck=policy.recheck)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from envs.kernel.compile import compiled
-from envs.kernel.kvcache import has
 from envs.kernel.latency import block_load_time, prefill_time, reuse_tokens
 from envs.kernel.memory import (
     clock_of,
@@ -15,7 +14,9 @@ from envs.kernel.memory import (
     i8_at,
     prefill_node_of,
     prefill_of,
+    row_bit,
     u1_at,
+    word_index,
 )
 from envs.state import HOST, Source
 
@@ -104,6 +105,6 @@ def missing(state, p, blocks, count):
     ids = i4_at(blocks)
     lacking = 0
     for i in range(count):
-        if not has(state, ids[i], HOST, p):
+        if i8_at(state.blocks)[word_index(state, ids[i], p)] & row_bit(HOST, p) == 0:
             lacking += 1
     return lacking

@@ -27,8 +27,8 @@ def test_same_state_same_observation_same_decision() -> None:
     assert isinstance(leader, CompiledPolicy)
     decided = 0
     while simulator.observe(0):
-        for ours, theirs in zip(observer.state, simulator.batch.state, strict=True):
-            ours[...] = theirs[0]
+        for ours, theirs in zip(observer.state, simulator.state(0), strict=True):
+            ours[...] = theirs
         request = int(simulator.batch.engine["next_request"][0, 0])
         ids = trace.block_ids[trace.block_offsets[request] : trace.block_offsets[request + 1]]
         observation = observer.observe(int(trace.input_tokens[request]), ids)

@@ -34,7 +34,7 @@ needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the real traces (
 
 def residents(simulator: Simulator, row: int) -> np.ndarray:
     """bool[blocks, P]: which block is in a row for which instance."""
-    words = simulator.batch.state.blocks[0]
+    words = simulator.state(0).blocks
     p = np.arange(simulator.prefills)
     return (words[:, p // ROW_BITS] >> (ROW_BITS * row + p % ROW_BITS)) & 1 != 0
 
@@ -50,8 +50,7 @@ def check_state(simulator: Simulator) -> None:
     assert (host.sum(axis=0) <= prefill["host_used"]).all()  # places may be held for blocks in transfer
     assert (device.sum(axis=0) == prefill["device_used"]).all()
     assert not (device & ~host).any()
-    pins = simulator.batch.cells["pins"][0]
-    assert (pins >= 0).all()
+    assert (simulator.batch.cells["pins"][0] >= 0).all()
     for name in ("tx_used", "rx_used"):
         assert (prefill[name] <= nodes["nic_bytes_per_s"] * (1 + 1e-9)).all()
     assert (decode["rx_used"] <= parameters.decode[0]["nic_bytes_per_s"] * (1 + 1e-9)).all()
@@ -108,6 +107,7 @@ def test_invariants(seed: int) -> None:
     # nothing is left behind
     assert clock["in_flight"] == 0
     assert (simulator.batch.cells["pins"][0] == 0).all()
+    assert (simulator.batch.cells["ends"][0] == 0).all()
     assert (state.prefill["tx_flows"] == 0).all()
     assert (state.prefill["tx_used"] == 0).all()
     assert (state.decode["pending_tokens"] == 0).all()

@@ -79,9 +79,10 @@ def test_layout(run: Path) -> None:
 def test_tables_and_masks_are_those_of_training() -> None:
     simulator = simulator_of("3p2d", 300, clusters=2)
     count, actions = 2, 1 + 3 * 2 * 3
-    shapes = {"request": 5, "prefill": 3 * 13, "decode": 2 * 10, "cluster": 7}
-    tables = {name: np.zeros((count, width), np.float32) for name, width in shapes.items()}
+    shapes = {"request": (5,), "prefill": (3, 13), "decode": (2, 10), "cluster": (7,)}
+    tables = {name: np.zeros((count, *shape), np.float32) for name, shape in shapes.items()}
     masks, done = np.zeros((count, actions), np.bool_), np.zeros(count, np.bool_)
+    settled = np.zeros((count, 5))
     rng = np.random.default_rng(0)
     for step in range(200):
         if (
@@ -91,12 +92,12 @@ def test_tables_and_masks_are_those_of_training() -> None:
             simulator.batch.state.decode["up"][:, 0] = 0
         if step == 150:
             simulator.batch.state.decode["up"][:] = 0
-        replay.export(simulator.observations, *tables.values(), 0, count)
-        replay.action_masks(simulator.observations, masks, 0, count)
+        for c in range(count):
+            replay.show(simulator.worlds, simulator.observations, settled, masks, *tables.values(), c)
         found = float32_tables(simulator.observation_tables)
         for name, table in tables.items():
             assert found[name].dtype == np.float32
-            np.testing.assert_array_equal(found[name].reshape(count, -1), table)
+            np.testing.assert_array_equal(found[name].reshape(table.shape), table)
         np.testing.assert_array_equal(action_masks(simulator.observation_tables), masks)
         choices = np.array([rng.choice(np.flatnonzero(row)) for row in masks])
         simulator.step(choices, done)

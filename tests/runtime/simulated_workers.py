@@ -79,6 +79,9 @@ class SimulatedWorkers:
         self.spec = spec
         self.trace = trace
         self.simulator = Simulator.for_trace(spec, trace)
+        # the simulator numbers blocks in order of appearance
+        _, first, inverse = np.unique(trace.block_ids, return_index=True, return_inverse=True)
+        self.blocks = np.argsort(np.argsort(first))[inverse]
         self.context = zmq.Context()
         self.publishers = [Publisher(self.context, spec) for _ in range(spec.n_prefill)]
 
@@ -101,8 +104,7 @@ class SimulatedWorkers:
         simulator.begin(0)
         policy.reset(1, 0)
         decodes = self.spec.n_decode
-        ids = simulator.batch.block_ids[0]
-        offsets = simulator.batch.block_offsets[0]
+        trace = self.trace
         self._wait_until_heard(stub)
         before = self._seen()
         for request in range(requests):
@@ -112,12 +114,12 @@ class SimulatedWorkers:
             stub.Report(pb.ReportRequest(events=self._events(before, after, request), loads=self._loads(before, after)))
             self._publish(stub, before, after)
             arrival_s = float(simulator.batch.state.clock[0]["now_s"][0])
-            hashes = block_hashes(ids[offsets[request] : offsets[request + 1]])
+            hashes = block_hashes(self.blocks[trace.block_offsets[request] : trace.block_offsets[request + 1]])
             answer = stub.Schedule(
                 pb.ScheduleRequest(
                     request_id=str(request),
                     block_hashes=pb.BlockHashes(
-                        hashes=hashes.tobytes(), input_tokens=int(simulator.batch.input_tokens[0, request])
+                        hashes=hashes.tobytes(), input_tokens=int(trace.input_tokens[request])
                     ),
                     arrival_s=arrival_s,
                     lease_s=1e9,
@@ -153,7 +155,7 @@ class SimulatedWorkers:
         batch = self.simulator.batch
         return {
             "outcomes": batch.outcomes[0].copy(),
-            "blocks": batch.state.blocks[0].copy(),
+            "blocks": self.simulator.state(0).blocks,
             "prefill": batch.state.prefill[0].copy(),
             "decode": batch.state.decode[0].copy(),
             "landed": batch.jobs["landed"][0].copy(),
@@ -194,7 +196,7 @@ class SimulatedWorkers:
         for r in since("join_s"):
             boundaries.setdefault((int(new["decode"][r]), float(new["join_s"][r])), []).append(int(r))
         for (d, join_s), joiners in boundaries.items():
-            tokens = sum(int(self.simulator.batch.input_tokens[0, r]) for r in joiners)
+            tokens = sum(int(self.trace.input_tokens[r]) for r in joiners)
             bandwidth = float(self.simulator.parameter_tables.decode["join_bytes_per_s"][0, d])
             stall_s = tokens * self.spec.model.kv_bytes_per_token / bandwidth
             at_s = join_s - stall_s
@@ -205,7 +207,7 @@ class SimulatedWorkers:
                 found.append(((at_s, 5, d, 0.0), first))
         for r in since("finish_s"):
             at_s, d = float(new["finish_s"][r]), int(new["decode"][r])
-            tokens = int(self.simulator.batch.output_tokens[0, r])
+            tokens = int(self.trace.output_tokens[r])
             last = pb.Finished(
                 output_tokens=tokens,
                 ttft_s=new["ttft_s"][r],
