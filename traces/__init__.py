@@ -3,6 +3,7 @@
     >>> import traces
     >>> trace = traces.builtin("conversation", seed=0)      # no download needed
     >>> trace = traces.load("conversation_trace.jsonl")     # any public format, by content
+    >>> trace = traces.load("builtin:arxiv-summarization@2.5")    # a set of lengths, at 2.5 requests/s
     >>> train, validation, test = trace.split()
 
 Names are loaded on first use, so `import traces` stays cheap.
@@ -14,7 +15,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from traces.arrivals import at_rate, builtin, gamma, lengths, poisson
     from traces.formats import load, save
+    from traces.formats.servegen import servegen
     from traces.statistics import (
         Statistics,
         lfu_hit_rate,
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
     )
     from traces.synthesis import (
         WorkloadProfile,
-        builtin,
         fit,
         profile,
         synthesise_blocks,
@@ -37,10 +39,15 @@ _HOME = {
     "Trace": "trace",
     "TraceError": "trace",
     "merge": "trace",
+    "at_rate": "arrivals",
+    "builtin": "arrivals",
+    "gamma": "arrivals",
+    "lengths": "arrivals",
+    "poisson": "arrivals",
+    "servegen": "formats.servegen",
     "load": "formats",
     "save": "formats",
     "WorkloadProfile": "synthesis",
-    "builtin": "synthesis",
     "fit": "synthesis",
     "profile": "synthesis",
     "synthesise_blocks": "synthesis",
@@ -58,15 +65,20 @@ __all__ = [
     "Trace",
     "TraceError",
     "WorkloadProfile",
+    "at_rate",
     "builtin",
     "fit",
+    "gamma",
+    "lengths",
     "lfu_hit_rate",
     "load",
     "lru_hit_curve",
     "lru_hit_rate",
     "merge",
+    "poisson",
     "profile",
     "save",
+    "servegen",
     "statistics_of",
     "synthesise_blocks",
     "synthesize",

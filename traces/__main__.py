@@ -28,10 +28,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="""Traces of LLM serving: look at them, convert, cut, synthesise, fit, download.
 
-    FILE is any public trace (Mooncake, Qwen-Bailian, kv-cache-tester, Azure, BurstGPT) or this
-    project's Parquet, plain, gzip or zstd, told apart by content; or one of the built-in
-    workloads, which need no download: builtin:conversation, builtin:toolagent,
-    builtin:synthetic.
+    FILE is any public trace (Mooncake, Qwen-Bailian, RAGPulse, kv-cache-tester, Azure, BurstGPT) or
+    this project's Parquet, plain, gzip or zstd, told apart by content; or one of the built-in
+    workloads, which need no download: builtin:NAME or builtin:NAME@RATE with conversation,
+    toolagent, synthetic, arxiv-summarization, l-eval, simulated-16k, -32k, -64k, -128k.
 
     \b
     Examples:
@@ -41,6 +41,7 @@ app = typer.Typer(
       python -m traces convert qwen_traceA_blksz_16.jsonl qwen.parquet --reblock 512
       python -m traces slice trace.jsonl test.parquet --part test
       python -m traces synth toolagent big.parquet --requests 1000000 --seed 7
+      python -m traces synth servegen/m-small busy.parquet --start 3600 --duration 600 --rate 20
       python -m traces fit mylog.parquet mine.yaml
       python -m traces download conversation --to data
     """,
@@ -277,7 +278,11 @@ def slice_(
 @plain_errors
 def synth(
     profile: Annotated[
-        str, typer.Argument(metavar="PROFILE", help="conversation, toolagent, synthetic or a YAML")
+        str,
+        typer.Argument(
+            metavar="PROFILE",
+            help="a built-in workload; a profile's YAML; a CSV of lengths; a folder of ServeGen's clients",
+        ),
     ],
     out: Out,
     requests: Annotated[
@@ -286,19 +291,62 @@ def synth(
     duration: Annotated[float | None, typer.Option(help="or how long, seconds")] = None,
     rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
     seed: Annotated[int, typer.Option(help="the same seed gives the same trace")] = 0,
+    cv: Annotated[
+        float | None, typer.Option(help="of the gaps, for lengths: 1, the default, is Poisson")
+    ] = None,
+    start: Annotated[
+        float | None, typer.Option(help="ServeGen: from this time of its windows on, seconds")
+    ] = None,
+    sessions: Annotated[
+        str | None, typer.Option(metavar="PROFILE", help="ServeGen: invent sessions as in this profile")
+    ] = None,
+    on_error: Annotated[
+        OnError,
+        typer.Option("--on-error", help="ServeGen: clients that lack a file stop it, or are left out"),
+    ] = "raise",
 ) -> None:
-    """Sample a trace from a workload profile.
+    """Sample a trace from a workload profile, lengths or clients.
+
+    Lengths (arxiv-summarization, l-eval, simulated-16k, ... or a CSV such as Vidur's) are sent at --rate.
+    ServeGen's clients are each sampled at the rate, burstiness and lengths of their windows.
 
     \b
     Examples:
       python -m traces synth conversation chat.parquet --seed 1
       python -m traces synth mine.yaml busy.jsonl --duration 600 --rate 20
+      python -m traces synth arxiv-summarization arxiv.jsonl --rate 2.5 --requests 2000
+      python -m traces synth servegen/m-small day1.parquet --duration 600 --on-error skip
     """
+    from traces.arrivals import is_lengths, sent
+    from traces.formats.servegen import is_folder, servegen
     from traces.synthesis import profile as profile_of
     from traces.synthesis import synthesize
 
-    workload = profile_of(profile)
-    trace = synthesize(workload, n_requests=requests, duration_s=duration, seed=seed, rate=rate)
+    profile = profile.removeprefix("builtin:")
+    clients, lengths = is_folder(Path(profile)), is_lengths(profile)
+    for option, given, fits in (
+        ("--cv", cv, lengths),
+        ("--start", start, clients),
+        ("--sessions", sessions, clients),
+        ("--requests", requests, not clients),
+    ):
+        if given is not None and not fits:
+            raise TraceError(f"{option} says nothing for {profile!r}", expected="it left out")
+    if clients:
+        if duration is None:
+            raise TraceError("no --duration", expected="how many seconds of the clients to sample")
+        invented = None if sessions is None else profile_of(sessions)
+        trace = servegen(
+            profile, start or 0.0, duration, seed, rate, on_error=on_error, sessions=invented
+        )
+        for reason in trace.skip_reasons:
+            print(f"left out: {reason}", file=sys.stderr)
+    elif lengths:
+        trace = sent(profile, seed, requests, duration_s=duration, rate=rate, cv=cv)
+    else:
+        trace = synthesize(
+            profile_of(profile), n_requests=requests, duration_s=duration, seed=seed, rate=rate
+        )
     _save(trace, out)
 
 

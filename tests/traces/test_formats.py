@@ -678,8 +678,6 @@ def test_real_sessions(real_traces: Path) -> None:
     assert traces.lru_hit_rate(trace, np.inf) == pytest.approx(hits / len(trace.block_ids))
 
 
-def test_real_ragpulse_and_vidur_are_refused_clearly(real_traces: Path) -> None:
-    with pytest.raises(TraceError, match="unknown format"):
-        load(real_traces / "ragpulse_0_trace.jsonl.gz")
+def test_real_vidur_is_refused_clearly(real_traces: Path) -> None:
     with pytest.raises(TraceError, match="without arrival times"):
         load(next(real_traces.glob("vidur_*.csv.gz")))

@@ -4,12 +4,16 @@
 |---|---|---|
 | Mooncake / Dynamo JSONL | `mooncake` | 512 tokens, last partial |
 | Qwen-Bailian JSONL | `bailian` | 16 tokens |
+| RAGPulse JSONL, with its files of chunk lengths | `ragpulse` | any size, last partial |
 | kv-cache-tester session JSON | `agent_sessions` | 64 tokens, full only, per session |
 | Azure 2023/2024 CSV, BurstGPT CSV | `csv_lengths` | none |
 | Parquet of this project, decision log | `parquet` | any size |
 
 Plain, gzip or zstd. Formats without block ids load with none (`has_blocks` False): nothing is
 known about reuse. `synthesise_blocks` adds invented sessions where that is wanted.
+
+Two kinds of file hold no requests with times and are sampled instead (`python -m traces synth`): ServeGen's
+statistics of clients (`servegen`) and tables of lengths (Vidur's CSV, `traces.arrivals`).
 """
 
 from __future__ import annotations
@@ -25,16 +29,16 @@ from typing import Any
 import numpy as np
 import orjson
 
-from traces.formats import agent_sessions, bailian, csv_lengths, mooncake, parquet
+from traces.formats import agent_sessions, bailian, csv_lengths, mooncake, parquet, ragpulse, servegen
 from traces.formats.rows import OnError, Rows, read_bytes, text_lines
-from traces.trace import Trace, TraceError, merge
+from traces.trace import DEFAULT_BLOCK_TOKENS, Trace, TraceError, merge
 
 BUILTIN_PREFIX = "builtin:"
 DEFAULT_SESSION_RATE = 1 / 60
 """Sessions started per second where session files without a common clock are put together."""
 _KNOWN = (
-    "Mooncake JSONL, Qwen-Bailian JSONL, kv-cache-tester session JSON, Azure CSV, BurstGPT CSV "
-    "or this project's Parquet"
+    "Mooncake JSONL, Qwen-Bailian JSONL, RAGPulse JSONL, kv-cache-tester session JSON, Azure CSV, "
+    "BurstGPT CSV or this project's Parquet"
 )
 _SNIFFED_LINES = 20
 
@@ -52,12 +56,13 @@ def load(
     """Load a trace, whatever public format it is in.
 
     Args:
-        path: a file; `builtin:NAME` for a built-in synthesised workload; a folder, a list or a glob
-            pattern of kv-cache-tester session files, which are put together on one clock, or of
-            the Parquet segments of a decision log, which are put in order.
+        path: a file; `builtin:NAME` or `builtin:NAME@RATE` (requests per second) for a built-in
+            synthesised workload; a folder, a list or a glob pattern of kv-cache-tester session
+            files, which are put together on one clock, or of the Parquet segments of a decision
+            log, which are put in order.
         on_error: `"raise"` on the first bad row, or `"skip"` to drop bad rows and count them in
             `Trace.skipped_rows`. A damaged file (cut off, not decodable) always raises.
-        reblock: coarser blocks of this many tokens (a multiple of the file's).
+        reblock: coarser blocks of this many tokens (a multiple of the file's; any size for RAGPulse).
         sort: order rows by time where the file is not in order; otherwise a row whose time lies
             before the row above it is a bad row.
         name: name of the trace; by default the file's, without suffixes.
@@ -72,19 +77,20 @@ def load(
     if isinstance(path, (str, os.PathLike)):
         text = os.fspath(path)
         if text.startswith(BUILTIN_PREFIX):
-            from traces.synthesis import builtin
+            from traces.arrivals import builtin, named_rate
 
-            trace = builtin(text.removeprefix(BUILTIN_PREFIX), seed=seed)
+            workload, rate = named_rate(text.removeprefix(BUILTIN_PREFIX))
+            trace = builtin(workload, seed=seed, rate=rate)
         else:
             file = Path(text)
             paths = files_of(file)
             label = name or _stem(file)
-            trace = _load_files(paths, on_error, sort, label, session_rate, seed, listed=True)
+            trace = _load_files(paths, on_error, sort, label, session_rate, seed, reblock, listed=True)
     else:
         paths = [Path(p) for p in path]
         if not paths:
             raise TraceError("an empty list of files", expected="at least one trace file")
-        trace = _load_files(paths, on_error, sort, name or _stem(paths[0]), session_rate, seed)
+        trace = _load_files(paths, on_error, sort, name or _stem(paths[0]), session_rate, seed, reblock)
     return trace if reblock is None else trace.reblock(reblock)
 
 
@@ -110,6 +116,13 @@ def files_of(path: Path) -> list[Path]:
 
 def _files_in(folder: Path) -> list[Path]:
     names = sorted(folder.iterdir())
+    if servegen.is_folder(folder):
+        raise TraceError(
+            "a folder of ServeGen's client statistics, not requests",
+            file=folder,
+            expected="a trace file, a folder of kv-cache-tester *.json[.gz] files, or a decision log",
+            hint="`python -m traces synth FOLDER OUT --duration S` samples requests from it",
+        )
     # What begins with a dot is somebody's unfinished file.
     segments = [p for p in names if p.suffix == ".parquet" and not p.name.startswith(".")]
     sessions = [p for p in names if ".json" in p.suffixes and p.is_file() and p.stat().st_size]
@@ -135,11 +148,12 @@ def _load_files(
     name: str,
     session_rate: float,
     seed: int,
+    block_tokens: int | None = None,
     *,
     listed: bool = False,
 ) -> Trace:
     if len(paths) == 1:
-        return _load_one(paths[0], on_error, sort, name)[0]
+        return _load_one(paths[0], on_error, sort, name, block_tokens)[0]
     if all(path.suffix == ".parquet" for path in paths):
         segments = [(Rows(path, on_error, sort), data) for path, data in _contents(paths, listed)]
         return parquet.read_segments(segments, name)
@@ -173,8 +187,13 @@ def _contents(paths: list[Path], listed: bool) -> Iterator[tuple[Path, bytes]]:
                 raise
 
 
-def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Trace, bool]:
-    """The trace, and whether it is one session with a clock of its own."""
+def _load_one(
+    path: Path, on_error: OnError, sort: bool, name: str, block_tokens: int | None = None
+) -> tuple[Trace, bool]:
+    """The trace, and whether it is one session with a clock of its own.
+
+    `block_tokens`: the blocks that will be asked for, for formats that can be read in any.
+    """
     data = read_bytes(path)
     rows = Rows(path, on_error, sort)
     if data.startswith(parquet.MAGIC):
@@ -185,6 +204,8 @@ def _load_one(path: Path, on_error: OnError, sort: bool, name: str) -> tuple[Tra
         if format_ is agent_sessions:
             document = agent_sessions.parse(data, path)
             return agent_sessions.read(document, path, on_error, name), True
+        if format_ is ragpulse:
+            return ragpulse.read(data, rows, name, block_tokens or DEFAULT_BLOCK_TOKENS), False
         if format_ is not None:
             return format_.read(data, rows, name), False
     elif first != b"[":
@@ -207,7 +228,18 @@ def _explain_known_misfits(data: bytes, path: Path) -> None:
         )
     if data.startswith(b"num_prefill_tokens"):
         raise TraceError(
-            "lengths without arrival times (Vidur)", file=path, field="timestamp", expected=_KNOWN
+            "lengths without arrival times (Vidur)",
+            file=path,
+            field="timestamp",
+            expected=_KNOWN,
+            hint="`python -m traces synth FILE OUT --rate R` or traces.at_rate give it some",
+        )
+    if servegen.is_client(path):
+        raise TraceError(
+            "statistics of a ServeGen client, not requests",
+            file=path,
+            expected=_KNOWN,
+            hint="`python -m traces synth FOLDER OUT --duration S` samples requests from a folder of them",
         )
 
 
@@ -223,16 +255,15 @@ def _sniff_json(data: bytes) -> Any:
             continue
         if not isinstance(row, dict):
             continue
-        if isinstance(row.get("hash_ids"), dict):
-            # RAGPulse: one id is a text chunk of any length, which no block size describes.
-            return None
-        for module in (agent_sessions, bailian, mooncake):
+        for module in (ragpulse, agent_sessions, bailian, mooncake):
             if module.sniff(row):
                 return module
     # A session file may be spread over many lines, or be cut off within its only one.
     head = data[:4096]
     if b'"hash_id_scope"' in head or (b'"requests"' in head and b'"block_size"' in head):
         return agent_sessions
+    if b'"passages_ids"' in head:
+        return ragpulse
     if b'"hash_ids"' in head and b'"timestamp"' in head:
         return bailian if b'"chat_id"' in head else mooncake
     return None
