@@ -36,7 +36,7 @@ async def settled(conductor: Conductor) -> None:
 
 async def test_a_request_from_end_to_end(sidecar):
     conductor, address = sidecar
-    async with Client(address) as client:
+    async with Client(address, timeout_s=60.0) as client:
         async with await client.schedule(tokens=list(range(1000))) as placed:
             assert not placed.rejected
             assert placed.prefill.address and placed.decode.address
@@ -53,7 +53,7 @@ async def test_what_is_given_up_holds_nothing(sidecar):
     conductor, address = sidecar
     ends = []
     conductor.on_ended.append(lambda reservation: ends.append(reservation.end))
-    async with Client(address) as client:
+    async with Client(address, timeout_s=60.0) as client:
         with pytest.raises(ZeroDivisionError):
             async with await client.schedule(tokens=[1, 2, 3]):
                 raise ZeroDivisionError
@@ -65,7 +65,7 @@ async def test_what_is_given_up_holds_nothing(sidecar):
 
 async def test_reports_that_wait_are_sent_at_the_end(sidecar):
     conductor, address = sidecar
-    async with Client(address) as client:
+    async with Client(address, timeout_s=60.0) as client:
         placed = await client.schedule(input_tokens=50)
         placed.finished(output_tokens=1)
     await settled(conductor)
@@ -73,7 +73,7 @@ async def test_reports_that_wait_are_sent_at_the_end(sidecar):
 
 async def test_a_rejection_says_when_to_come_back(sidecar):
     conductor, address = sidecar
-    async with Client(address) as client:
+    async with Client(address, timeout_s=60.0) as client:
         placed = await client.schedule(input_tokens=100, candidates=["127.0.0.1:9"])
     assert placed.rejected
     assert placed.reason == "rejected-no-endpoints"
@@ -83,7 +83,7 @@ async def test_a_rejection_says_when_to_come_back(sidecar):
 
 async def test_wrong_fields_are_named_and_a_missing_sidecar_is_said(sidecar):
     _, address = sidecar
-    async with Client(address) as client:
+    async with Client(address, timeout_s=60.0) as client:
         with pytest.raises(Refused, match="input_tokens"):
             await client.schedule()
         with pytest.raises(Refused, match="ttft_slo_s"):
