@@ -22,7 +22,7 @@ from envs.kernel.compile import entry_point
 from envs.simulator import Simulator
 from envs.state import Observation
 
-from . import early_rejection, routers
+from . import early_rejection, peers, routers
 from .policy import Policy, PolicyError
 
 
@@ -56,6 +56,12 @@ def _first_line(function: Any) -> str:
 
 _THRESHOLD = Option("threshold", 1.0, "load above which a request is rejected; 1 is the SLO itself")
 
+_AIBRIX_GATES = (
+    Option("spread", 16.0, "difference in requests at which the least loaded is taken"),
+    Option("sigma", 1.0, "prefills with more requests than mean + this many standard deviations are left out"),
+    Option("throughput_spread", 2048.0, "difference in tokens per second at which the slowest decode is taken"),
+)
+
 ROUTERS: dict[str, Part] = {
     "random": _router(routers.random),
     "round_robin": _router(routers.round_robin),
@@ -67,9 +73,50 @@ ROUTERS: dict[str, Part] = {
         Option("threshold", 1.5, "kvcache_balancing_threshold: fetch when the best prefix is this much longer"),
         Option("min_over_both", 0.0, "1: fetch only where that is predicted to be faster too"),
     ),
-    "lmetric": _router(routers.lmetric),
+    # the cost functions of other systems
+    "lmetric": _router(peers.lmetric),
+    "llmd": _router(
+        peers.llmd,
+        Option("prefix", 3.0, "weight of the prefix-cache-scorer"),
+        Option("queue", 2.0, "weight of the queue-scorer"),
+        Option("kv", 2.0, "weight of the kv-cache-utilization-scorer"),
+        Option("length_weight", 0.0, "share of the prefix score that goes by the match's length, not its share"),
+        Option("longest_tokens", 8192.0, "match that counts as the longest there"),
+    ),
+    "llmd_latency": _router(peers.llmd_latency, Option("most", 0.0, "1: the most headroom to the SLO, not the least")),
+    "prefix_affinity": _router(
+        peers.prefix_affinity,
+        Option("threshold", 0.8, "share of the prompt from which an instance is sticky"),
+        Option("penalty_s", 18.0, "how much longer a sticky instance's queue may be; 0: any"),
+        Option("tokens_per_s", 15928.0, "turns queued seconds into queued tokens"),
+        Option("load_tokens", 4194304.0, "tokens at which the token-load-scorer ends"),
+    ),
+    "aibrix": _router(
+        peers.aibrix,
+        *_AIBRIX_GATES,
+        Option("prefill_ms", 0.0, "milliseconds per queued request; 0: its estimate for 512 tokens"),
+    ),
+    "aibrix_prefix": _router(
+        peers.aibrix_prefix,
+        *_AIBRIX_GATES,
+        Option("least_match", 0.0, "percent of the prompt below which a match counts as none"),
+        Option("running_weight", 1.0, "weight of requests at a decode instance"),
+        Option("throughput_weight", 1.0, "weight of its throughput"),
+    ),
+    "smg": _router(
+        peers.smg,
+        Option("cache_threshold", 0.3, "share of the prompt above which the longest match decides"),
+        Option("balance_abs", 64.0, "the pool is out of balance when requests differ by more than this"),
+        Option("balance_rel", 1.5, "and by more than this factor"),
+        Option("kv_pressure_s", 0.15, "weight of KV usage k, as k / (1 - k)"),
+        Option("tokens_per_s", 2000.0, "throughput of an instance that decodes nothing"),
+    ),
+    "vllm_router": _router(peers.vllm_router, Option("host_credit", 0.8, "credit of a token in host memory")),
+    "production_stack": _router(
+        peers.production_stack, Option("beta", 1.0, "what relative load weighs against the match")
+    ),
     "dynamo": _router(
-        routers.dynamo,
+        peers.dynamo,
         Option("load_scale", 1.0, "prefill_load_scale"),
         Option("device_credit", 1.0, "credit per block on the device"),
         Option("host_credit", 0.75, "credit per block in host memory"),

@@ -2,7 +2,7 @@
 
 Each is one compiled function with the signature `envs.kernel.replay.ROUTER`: it reads an `Observation`, its parameters
 `values` and its `memory`, and writes `decision[0:3] = prefill, decode, source` (prefill -1 rejects). The same
-machine code runs inside a replay and on a live observation.
+machine code runs inside a replay and on a live observation. The cost functions of other systems are in `peers`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOCAL, FETCH = int(Source.LOCAL), int(Source.FETCH)
 
 
 @compiled
-def _choose(decision, p, d, source):
+def choose(decision, p, d, source):
     """Write a decision; it rejects where no instance of one pool is up (negative)."""
     decision[0] = p if d >= 0 else -1
     decision[1] = d
@@ -33,7 +33,7 @@ def _choose(decision, p, d, source):
 
 
 @compiled
-def _random_prefill(observation, memory):
+def random_prefill(observation, memory):
     """A random prefill instance that is up; -1 if none is."""
     up = 0
     for p in range(observation.prefills):
@@ -48,7 +48,7 @@ def _random_prefill(observation, memory):
 
 
 @compiled
-def _random_decode(observation, memory):
+def random_decode(observation, memory):
     """A random decode instance that is up; -1 if none is."""
     up = 0
     for d in range(observation.decodes):
@@ -86,9 +86,9 @@ def lightest_decode(observation):
 @compiled
 def random(observation, values, memory, decision):
     """Any prefill and any decode instance."""
-    p = _random_prefill(observation, memory)
-    d = _random_decode(observation, memory)
-    _choose(decision, p, d, LOCAL)
+    p = random_prefill(observation, memory)
+    d = random_decode(observation, memory)
+    choose(decision, p, d, LOCAL)
 
 
 @compiled
@@ -123,21 +123,21 @@ def load_balancing(observation, values, memory, decision):
             best < 0 or prefill_features(observation, p).queue_s < prefill_features(observation, best).queue_s
         ):
             best = p
-    _choose(decision, best, lightest_decode(observation), LOCAL)
+    choose(decision, best, lightest_decode(observation), LOCAL)
 
 
 @compiled
 def power_of_two(observation, values, memory, decision):
     """Of two random instances of each pool, the one with less to do."""
-    p = _random_prefill(observation, memory)
-    other = _random_prefill(observation, memory)
+    p = random_prefill(observation, memory)
+    other = random_prefill(observation, memory)
     if p >= 0 and prefill_features(observation, other).queue_s < prefill_features(observation, p).queue_s:
         p = other
-    d = _random_decode(observation, memory)
-    other = _random_decode(observation, memory)
+    d = random_decode(observation, memory)
+    other = random_decode(observation, memory)
     if d >= 0 and decode_features(observation, other).tbt_assigned_s < decode_features(observation, d).tbt_assigned_s:
         d = other
-    _choose(decision, p, d, LOCAL)
+    choose(decision, p, d, LOCAL)
 
 
 @compiled
@@ -149,7 +149,7 @@ def cache_aware(observation, values, memory, decision):
             best < 0 or prefill_features(observation, p).ttft_local_s < prefill_features(observation, best).ttft_local_s
         ):
             best = p
-    _choose(decision, best, lightest_decode(observation), LOCAL)
+    choose(decision, best, lightest_decode(observation), LOCAL)
 
 
 @compiled
@@ -181,71 +181,4 @@ def conductor(observation, values, memory, decision):
             best = p
             best_s = ttft_s
             best_source = source
-    _choose(decision, best, lightest_decode(observation), best_source)
-
-
-@compiled
-def lmetric(observation, values, memory, decision):
-    """LMetric (arXiv 2603.15202): new prefill tokens times batch size, no knobs.
-
-    In split pools: prefill by tokens to compute for this request times requests there, decode by tokens there times
-    requests there.
-    """
-    n = request_features(observation).input_tokens
-    best = -1
-    best_cost = np.inf
-    for p in range(observation.prefills):
-        if not source_allowed(observation, p, LOCAL):
-            continue
-        features = prefill_features(observation, p)
-        cost = (n - features.local_tokens) * (features.queue_requests + 1.0 + (features.queue_s > 0.0))
-        if cost < best_cost:
-            best = p
-            best_cost = cost
-    chosen = -1
-    chosen_cost = np.inf
-    for d in range(observation.decodes):
-        if not decode_allowed(observation, d):
-            continue
-        decode = decode_features(observation, d)
-        cost = (decode.kv_tokens + decode.pending_tokens + n) * (decode.batch + decode.pending_requests + 1.0)
-        if cost < chosen_cost:
-            chosen = d
-            chosen_cost = cost
-    _choose(decision, best, chosen, LOCAL)
-
-
-@compiled
-def dynamo(observation, values, memory, decision):
-    """NVIDIA Dynamo's cost, prefill and decode chosen apart (its default selector).
-
-    Prefill: load_scale * max(0, blocks to prefill incl. those queued - overlap credit). Decode: blocks in use. A tie
-    takes the lower index. values: load_scale, device credit, host credit, tokens per block, tokens per queued second.
-    """
-    n = request_features(observation).input_tokens
-    block = values[3]
-    best = -1
-    best_cost = np.inf
-    for p in range(observation.prefills):
-        if not source_allowed(observation, p, LOCAL):
-            continue
-        features = prefill_features(observation, p)
-        device_blocks = features.device_tokens / block
-        host_blocks = (features.local_tokens - features.device_tokens) / block
-        credit = values[1] * device_blocks + values[2] * host_blocks
-        queued_blocks = features.queue_s * values[4] / block
-        cost = values[0] * max(0.0, n / block + queued_blocks - credit)
-        if cost < best_cost:
-            best = p
-            best_cost = cost
-    chosen = -1
-    chosen_cost = np.inf
-    for d in range(observation.decodes):
-        if not decode_allowed(observation, d):
-            continue
-        decode = decode_features(observation, d)
-        cost = decode.kv_tokens + decode.pending_tokens
-        if cost < chosen_cost:
-            chosen = d
-            chosen_cost = cost
-    _choose(decision, best, chosen, LOCAL)
+    choose(decision, best, lightest_decode(observation), best_source)

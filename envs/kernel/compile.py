@@ -32,7 +32,7 @@ _CONTRACT = (
 )
 _SOURCES = {
     "envs": (*_CONTRACT, "envs/kernel/*.py"),
-    "policies": (*_CONTRACT, "policies/routers.py", "policies/early_rejection.py"),
+    "policies": (*_CONTRACT, "policies/routers.py", "policies/peers.py", "policies/early_rejection.py"),
     "runtime": (*_CONTRACT, "runtime/kernel/*.py"),
 }
 
