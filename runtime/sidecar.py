@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import signal
+import ssl
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -225,7 +226,11 @@ class Sidecar:
             loop.add_signal_handler(number, self._stopping.set)
         if hasattr(signal, "SIGHUP"):
             loop.add_signal_handler(signal.SIGHUP, lambda: self._later(self.reload()))
-        await self.start()
+        try:
+            await self.start()
+        except BaseException:
+            await self._close(0.0)
+            raise
         await self._stopping.wait()
         log.info("stopping; calls may go on for %g s", self.options.drain_s)
         await self.stop()
@@ -263,17 +268,7 @@ class Sidecar:
     async def stop(self) -> None:
         """Go down in order: no new requests, calls in flight end, what is known is written."""
         self.conductor.draining = True
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(server.stop(self.options.drain_s) for server in self._servers))
-        for server in self._http:
-            await server.close()
-        for subscriber in self.subscribers.values():
-            await subscriber.close()
-        if self.scraper is not None:
-            await self.scraper.close()
+        await self._close(self.options.drain_s)
         if self.options.snapshot:
             self._write_snapshot(self._snapshot())
         self.tracer.close()
@@ -281,6 +276,20 @@ class Sidecar:
             for reservation in list(self.conductor.state.reservations.values()):
                 self.conductor.state.end(reservation, "shutdown")
             self.decision_log.close()
+
+    async def _close(self, drain_s: float) -> None:
+        """No more faces, tasks and senses."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(server.stop(drain_s) for server in self._servers))
+        for server in self._http:
+            await server.close()
+        for subscriber in self.subscribers.values():
+            await subscriber.close()
+        if self.scraper is not None:
+            await self.scraper.close()
 
     # --- faces -------------------------------------------------------------------------------------------------------
 
@@ -302,6 +311,7 @@ class Sidecar:
             server = grpc.aio.server(
                 options=ext_proc.server_options(settings), maximum_concurrent_rpcs=2 * options.max_concurrent
             )
+            self._servers.append(server)
             names = [reflection.SERVICE_NAME]
             if "grpc" in here:
                 conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, server)
@@ -322,7 +332,6 @@ class Sidecar:
             except RuntimeError as error:
                 raise ConfigError(f"--{here[0].replace('_', '-')}: cannot bind {address}: {error}") from None
             await server.start()
-            self._servers.append(server)
             self.bound |= dict.fromkeys(here, f"{place}:{bound}")
 
     def _credentials(self) -> grpc.ServerCredentials:
@@ -334,6 +343,15 @@ class Sidecar:
                 parts[name] = Path(path).read_bytes() if path else None
             except OSError as error:
                 raise ConfigError(f"--{name.replace('_', '-')}: {error}") from None
+        name = "tls-certificate"
+        try:  # gRPC would find out when the first client comes
+            checked = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            checked.load_cert_chain(options.tls_certificate, options.tls_key, password="")
+            name = "tls-client-ca"
+            if options.tls_client_ca:
+                checked.load_verify_locations(options.tls_client_ca)
+        except (ssl.SSLError, ValueError) as error:
+            raise ConfigError(f"--{name}: not in PEM form, or of another key: {error}") from None
         return grpc.ssl_server_credentials(
             [(parts["tls_key"] or b"", parts["tls_certificate"] or b"")],
             root_certificates=parts["tls_client_ca"],

@@ -1,4 +1,4 @@
-"""The decision on live requests, and what keeps it safe: wrong input, failing policies, tenants, changes while serving."""
+"""The decision on live requests and what keeps it safe: wrong input, failing policies, tenants, changes in service."""
 
 from __future__ import annotations
 

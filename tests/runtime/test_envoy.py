@@ -197,7 +197,7 @@ async def test_dead_endpoint_without_fallbacks(tmp_path: Path) -> None:
     async with front(tmp_path, options=Options(fallbacks=2)) as at:
         async with at.client.post(at.envoy.url + "/v1/completions", json=ASKED) as answer:
             assert answer.status == 503
-        assert (await at.envoy.stats("picked_worker.original_dst_host_invalid"))
+        assert await at.envoy.stats("picked_worker.original_dst_host_invalid")
 
 
 @pytest.mark.parametrize("mode", ["BUFFERED", "BUFFERED_PARTIAL", "STREAMED", "NONE"])
