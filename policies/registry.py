@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from envs.kernel import live as _live
 from envs.kernel import memory as _memory
 from envs.kernel import replay as _replay
 from envs.kernel.compile import entry_point
@@ -75,6 +76,14 @@ ROUTERS: dict[str, Part] = {
     ),
     # the cost functions of other systems
     "lmetric": _router(peers.lmetric),
+    "dynamo": _router(
+        peers.dynamo,
+        Option("load_scale", 1.0, "prefill_load_scale"),
+        Option("device_credit", 1.0, "credit per block on the device"),
+        Option("host_credit", 0.75, "credit per block in host memory"),
+        Option("block_tokens", 512.0, "tokens per block"),
+        Option("tokens_per_s", 9000.0, "turns queued seconds into queued tokens"),
+    ),
     "llmd": _router(
         peers.llmd,
         Option("prefix", 3.0, "weight of the prefix-cache-scorer"),
@@ -115,14 +124,6 @@ ROUTERS: dict[str, Part] = {
     "production_stack": _router(
         peers.production_stack, Option("beta", 1.0, "what relative load weighs against the match")
     ),
-    "dynamo": _router(
-        peers.dynamo,
-        Option("load_scale", 1.0, "prefill_load_scale"),
-        Option("device_credit", 1.0, "credit per block on the device"),
-        Option("host_credit", 0.75, "credit per block in host memory"),
-        Option("block_tokens", 512.0, "tokens per block"),
-        Option("tokens_per_s", 9000.0, "turns queued seconds into queued tokens"),
-    ),
 }
 ADMISSIONS: dict[str, Part] = {
     "none": _admission(early_rejection.accept_all),
@@ -146,10 +147,13 @@ class CompiledPolicy:
         self.memory = np.zeros((1, 4), np.uint64)
         self._observed: tuple[Observation | None, Any] = (None, ())  # the last one, and what the kernel takes for it
         self._choose: Any = None
+        self._one: tuple[Observation | None, Any, int] = (None, None, 0)  # as `_observed`, for `decide_one`
+        self._choose_one: Any = None
 
     def reset(self, clusters: int, seed: int) -> None:
         self.memory = np.zeros((clusters, 4), np.uint64)
         self.memory[:, 0] = np.random.SeedSequence(seed).generate_state(clusters, np.uint64)
+        self._one = (None, None, 0)
 
     def decide(self, observation: Observation) -> NDArray[np.int64]:
         clusters = len(observation.request)
@@ -164,6 +168,36 @@ class CompiledPolicy:
             self._choose = entry_point(_replay.choose_actions, *parts, self.memory, actions)
         self._choose(*self._observed[1], self.memory, actions)
         return actions
+
+    def decide_one(self, observation: Observation) -> int:
+        """The action for the observation of one cluster, as `decide` has it; a source that is no choice of its own
+        counts as LOCAL.
+
+        Raises:
+            PolicyError: it chose an instance that may not be chosen.
+        """
+        if self._one[0] is not observation:
+            self._one = (observation, *self._choice(observation))
+            self._choose_one = entry_point(_live.choose_one, 0)
+        action: int = self._choose_one(self._one[2])
+        if action < 0:
+            raise PolicyError(f"{self.name}: chose an instance that may not be chosen")
+        return action
+
+    def _choice(self, observation: Observation) -> tuple[Any, int]:
+        """What `live.choose_one` reads (it has to be kept), and its address."""
+        sizes = {"prefills": observation.prefill.shape[1], "decodes": observation.decode.shape[1]}
+        header = _memory.headers(_memory.OBSERVATION, observation, 1, **sizes)
+        choice = np.zeros(1, _live.CHOICE)
+        choice["observation"] = header.ctypes.data
+        choice["memory"] = self.memory.ctypes.data
+        for kind, function, values in (
+            ("router", self.router, self.router_values),
+            ("admission", self.admission, self.admission_values),
+        ):
+            choice[kind] = function.__wrapper_address__()
+            choice[f"{kind}_values"], choice[f"{kind}_count"] = values.ctypes.data, len(values)
+        return (choice, header), choice.ctypes.data
 
     def replay(self, simulator: Simulator, cluster: int = 0, *, limit: int = 1 << 62) -> None:
         """Decide for the next requests of a simulated cluster without returning to Python."""
