@@ -467,8 +467,9 @@ def vllm_router(observation, values, memory, decision):
     """vllm-router: `kv_aware` prefill, by matched blocks with a credit per tier; `power_of_two` decode.
 
     The most (tokens on the device + host * those in host memory), by fewest requests among equals; the fewest requests
-    where nothing matches. Decode: of two different random instances the one with fewer requests. Its credits for
-    external memory and disk (0.6, 0.3) have no tier here. values: host.
+    where nothing matches. Load has no say in a match, so a text that opens every prompt draws all of them to where it
+    is. Decode: of two different random instances the one with fewer requests. Its credits for external memory and disk
+    (0.6, 0.3) have no tier here, and it takes the last of equals. values: host.
     """
     best = -1
     best_credit = -1.0
