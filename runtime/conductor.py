@@ -37,6 +37,7 @@ log = logging.getLogger(__name__)
 FALLBACKS = 2  # other pairs named in an answer
 LONGEST_PROMPT = 1 << 24  # tokens
 LONGEST_NAME = 256  # characters of what is remembered of a request: its id, its tenant
+LONGEST_LEASE_S = 86400.0
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 TRIAL_S = 60.0  # for the first decision of a policy: it may have to load or compile
 EXPLANATION_BYTES = 64 << 20  # of explanations kept
@@ -230,8 +231,9 @@ class Conductor:
             length = len(getattr(request, name))
             if length > LONGEST_NAME:
                 raise RequestError(f"{name}: expected at most {LONGEST_NAME} characters, found {length}")
-        if request.lease_s is not None and not 0 < request.lease_s < math.inf:
-            raise RequestError(f"lease_s: expected seconds above 0, found {request.lease_s}")
+        longest_s = 1e300 if self.clock.external else LONGEST_LEASE_S
+        if request.lease_s is not None and not 0 < request.lease_s <= longest_s:
+            raise RequestError(f"lease_s: expected above 0 and at most {longest_s:g} seconds, found {request.lease_s}")
         for name in ("ttft_slo_s", "tbt_slo_s"):
             slo = getattr(request, name)
             if slo is not None and not 0 < slo < math.inf:

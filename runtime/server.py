@@ -13,6 +13,8 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
 from pydantic import ValidationError
 
 from envs.spec import SpecError
@@ -216,6 +218,59 @@ def explanation_of(explained: Explained) -> pb.Explanation:
     )
 
 
+_UNREADABLE: Any = object()
+
+
+def add_to_server(service: ConductorService, server: grpc.aio.Server) -> None:
+    """Like the generated `add_ConductorServicer_to_server`, but what is no message is answered INVALID_ARGUMENT."""
+    described = pb.DESCRIPTOR.services_by_name["Conductor"]
+    handlers = {}
+    for method in described.methods:
+        call = getattr(service, method.name)
+        read, write = _reader(GetMessageClass(method.input_type)), GetMessageClass(method.output_type).SerializeToString
+        if method.client_streaming:
+            handlers[method.name] = grpc.stream_stream_rpc_method_handler(call, read, write)
+        elif method.server_streaming:
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_streaming_if_read(call), read, write)
+        else:
+            handlers[method.name] = grpc.unary_unary_rpc_method_handler(_called_if_read(call), read, write)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(described.full_name, handlers),))
+
+
+def _reader(kind: Any) -> Callable[[bytes], Any]:
+    def read(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError:
+            return _UNREADABLE
+
+    return read
+
+
+async def _refuse_unreadable(request: Any, context: Any) -> None:
+    if request is _UNREADABLE:
+        await context.abort(
+            grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read: it is not protobuf of its type"
+        )
+
+
+def _called_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    async def checked(request: Any, context: Any) -> Any:
+        await _refuse_unreadable(request, context)
+        return await call(request, context)
+
+    return checked
+
+
+def _streaming_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    async def checked(request: Any, context: Any) -> AsyncIterator[Any]:
+        await _refuse_unreadable(request, context)
+        async for answer in call(request, context):
+            yield answer
+
+    return checked
+
+
 class ConductorService(conductor_pb2_grpc.ConductorServicer):
     """The servicer.
 
@@ -265,6 +320,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self, request_iterator: AsyncIterator[pb.ScheduleRequest], context: Any
     ) -> AsyncIterator[pb.ScheduleResponse]:
         async for request in request_iterator:
+            await _refuse_unreadable(request, context)
             try:
                 yield self._schedule(request, context)
             except RequestError as error:

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 import yaml
+from aiohttp.http_exceptions import HttpProcessingError
 from grpc_reflection.v1alpha import reflection
 
 from envs.spec import SpecError
@@ -31,9 +32,9 @@ from .indexer import MODEL, SALT, TENANT, add_routes, stream_of
 from .kv_events import KvEventSubscriber, prepare
 from .live_state import Reservation
 from .metrics import Pulled, SidecarMetrics, WorkerGauges, start_http
-from .proto import conductor_pb2, conductor_pb2_grpc
+from .proto import conductor_pb2
 from .request import Assignment, Rejection
-from .server import ConductorService
+from .server import ConductorService, add_to_server
 from .snapshot import Cursor, SnapshotError, capture, encode, fetch, read, restore, write
 from .telemetry import EngineMetrics, Scraper
 from .tracing import TracingError, tracer
@@ -314,7 +315,7 @@ class Sidecar:
             self._servers.append(server)
             names = [reflection.SERVICE_NAME]
             if "grpc" in here:
-                conductor_pb2_grpc.add_ConductorServicer_to_server(self.service, server)
+                add_to_server(self.service, server)
                 names.append(SERVICE)
             if "ext_proc" in here:
                 self.endpoint_picker = ext_proc.add_to_server(server, self.conductor, options=settings)
@@ -365,6 +366,7 @@ class Sidecar:
                 by_address.setdefault(getattr(self.options, face), []).append(face)
         for address, here in by_address.items():
             host, port = host_and_port(here[0], address)
+            logging.getLogger("aiohttp.server").addFilter(_no_malformed)
             routes = add_routes(self) if "indexer" in here else None
             try:
                 server = await start_http(host, port, self.metrics, ready=self._ready, routes=routes)
@@ -840,6 +842,11 @@ class Sidecar:
                 row.metrics_age_s, row.metrics_stale = telemetry.age_s, telemetry.stale
             rows.append(row)
         return rows
+
+
+def _no_malformed(record: logging.LogRecord) -> bool:
+    """Not a traceback for everything that is no HTTP; it is answered with 400."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 def _endpoints(worker: Worker) -> tuple[str, str | None]:

@@ -88,10 +88,10 @@ class Publisher:
         sequence, payload = self.buffer[-1 - back]
         self.send(b"kv", sequence.to_bytes(8, "big"), payload)
 
-    def prompt(self, length: int, first: int) -> np.ndarray:
+    def prompt(self, length: int, first: int, *, silent: bool = False) -> np.ndarray:
         """Publish the blocks of a prompt; its hashes."""
         hashes = hash_blocks(np.arange(first, first + length, dtype=np.uint32), BLOCK)
-        self.publish(hashes)
+        self.publish(hashes, silent=silent)
         return hashes
 
     def _answer(self) -> None:
