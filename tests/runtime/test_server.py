@@ -396,7 +396,9 @@ def test_over_ipv6(serve, cluster_file):
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
         pytest.skip("no IPv6 on the loopback interface")
-    process = serve("--cluster", str(cluster_file()), "--grpc", "[::1]:0", "--metrics", "[::1]:0")
+    faces = ["--grpc", "[::1]:0", "--metrics", "[::1]:0"]
+    process = serve("--cluster", str(cluster_file()), *faces, "--peer", "[::1]:1")
+    assert process.says("starting cold: [::1]:1: UNAVAILABLE")  # a peer that is not there is no reason not to start
     channel = grpc.insecure_channel(f"[::1]:{process.ports['grpc']}")
     assert conductor_pb2_grpc.ConductorStub(channel).Schedule(asked("six")).HasField("assignment")
     with urllib.request.urlopen(f"http://[::1]:{process.ports['metrics']}/healthz") as answer:
