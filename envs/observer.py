@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from struct import Struct
+
 import numpy as np
 from numpy.typing import NDArray
 
 from .kernel import memory
 from .kernel.compile import entry_point
 from .kernel.latency import prefill_seconds
-from .kernel.live import observe_request
 from .observe import holder, observe
 from .simulator import empty_observation
 from .spec import ClusterSpec
 from .state import CLOCK, DECODE, FLIGHT, PREFILL, ROW_BITS, ClusterState, Observation, Parameters
+
+_LOADS = Struct("3d")  # the last of CLUSTER_FEATURES
 
 
 class Observer:
@@ -27,6 +30,8 @@ class Observer:
 
     Attributes:
         match: int64[3, P], of the request observed last: its leading blocks resident or pending, resident, on device.
+        addresses: where the headers of `state`, `parameters`, `observation` are (envs.kernel.memory), `match`
+            ("matched") and the room for the forecast; for kernels that are given numbers only.
     """
 
     def __init__(self, cluster: ClusterSpec, *, blocks: int, in_flight: int) -> None:
@@ -46,10 +51,12 @@ class Observer:
         stacked.clock["expected_decode_s"] = cluster.prior_decode_s
         self.state = ClusterState(*(table[0] for table in stacked))
         self._bytes, self.observation = _in_one_piece(p, d)
+        self._buffer = self._bytes.data
+        loads = self.observation.cluster["prefill_load"]
+        self._loads_at = loads.ctypes.data - self._bytes.ctypes.data
         self.parameters = Parameters(*(table[0] for table in tables))
-        self._kept = (tables, stacked)  # the headers below hold addresses into these
-        self.parameters_header = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)[0]
-        self.state_header = memory.headers(
+        parameters = memory.headers(memory.PARAMETERS, tables, 1, prefills=p, decodes=d)
+        state = memory.headers(
             memory.STATE,
             stacked,
             1,
@@ -58,15 +65,22 @@ class Observer:
             words=words,
             block_capacity=blocks,
             flight_capacity=in_flight,
-        )[0]
-        self.observation_header = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)[0]
+        )
+        observation = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)
         self.match = np.zeros((3, p), np.int64)
         self.match_address = self.match.ctypes.data
         self._forecast = np.zeros((d, 2))
-        self._tail = (self.observation_header, self.match_address, self._forecast.ctypes.data)
-        self._head = (self.state_header, self.parameters_header)
+        self._kept = (tables, stacked, parameters, state, observation)  # the addresses below are of these
+        self.addresses = {
+            "state": state.ctypes.data,
+            "parameters": parameters.ctypes.data,
+            "observation": observation.ctypes.data,
+            "matched": self.match_address,
+            "forecast": self._forecast.ctypes.data,
+        }
+        self._tail = (observation[0], self.match_address, self._forecast.ctypes.data)
+        self._head = (state[0], parameters[0])
         self._observe = entry_point(observe, *self._head, 1, 0, 0, *self._tail)
-        self._observe_request = entry_point(observe_request, *self._head, 0.0, 1.0, 1.0, 1, 0, 0, *self._tail)
 
     def observe(self, input_tokens: int, block_ids: NDArray[np.int32]) -> Observation:
         """The observation (leading axis of 1) for a request, at the time of `state.clock`; the next overwrites it.
@@ -88,15 +102,9 @@ class Observer:
         self._observe(*self._head, input_tokens, ids.ctypes.data, len(ids), *self._tail)
         return self.observation
 
-    def observe_request(
-        self, arrival_s: float, ttft_slo_s: float, tbt_slo_s: float, input_tokens: int, block_ids: NDArray[np.int32]
-    ) -> Observation:
-        """A request arrives, with SLOs of its own: `observe`, unchecked, after the clock and the rate are moved on."""
-        address = block_ids.__array_interface__["data"][0]
-        self._observe_request(
-            *self._head, arrival_s, ttft_slo_s, tbt_slo_s, input_tokens, address, len(block_ids), *self._tail
-        )
-        return self.observation
+    def loads(self) -> tuple[float, float, float]:
+        """`prefill_load`, `decode_load_now`, `decode_load_forecast` of the observation made last."""
+        return _LOADS.unpack_from(self._buffer, self._loads_at)
 
     def observation_bytes(self) -> bytes:
         """A copy of the observation, its tables one after the other; `observation_of` reads it."""
@@ -104,11 +112,11 @@ class Observer:
 
     def prefill_s(self, prefill: int, input_tokens: int, reused_blocks: int, loaded_blocks: int) -> float:
         """Predicted seconds of a prefill that reuses leading blocks, some of them loaded from host memory."""
-        return float(prefill_seconds(self.parameters_header, prefill, input_tokens, reused_blocks, loaded_blocks))
+        return float(prefill_seconds(self._head[1], prefill, input_tokens, reused_blocks, loaded_blocks))
 
     def holder(self, prefill: int) -> int:
         """Whom an instance would fetch the prefix of the request observed last from; -1 if nobody has any."""
-        return int(holder(self.state_header, self.match_address, prefill))
+        return int(holder(self._head[0], self.match_address, prefill))
 
 
 def _in_one_piece(prefills: int, decodes: int, data: bytes | None = None) -> tuple[NDArray[np.uint8], Observation]:

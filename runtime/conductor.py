@@ -19,16 +19,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.kernel.compile import entry_point
 from envs.observer import Observer, observation_of
-from envs.state import Observation, Source
+from envs.state import Observation
 from policies import PolicyError
 
-from .block_hash import namespace
+from .block_hash import Namespace, namespace, token_array
 from .fairness import TenantShares
 from .guard import Guard, PolicyFailure
-from .kernel.alternatives import alternatives
-from .live_state import NO_BLOCKS, NO_HASHES, LiveState, Reservation
+from .live_state import NO_BLOCKS, NO_HASHES, SOURCES, LiveState, Reservation
 from .request import Assignment, Reason, Rejection, Request, RequestError
 from .workers import LiveCluster, Worker, resized
 
@@ -37,7 +35,7 @@ log = logging.getLogger(__name__)
 FALLBACKS = 2  # other pairs named in an answer
 LONGEST_PROMPT = 1 << 24  # tokens
 LONGEST_NAME = 256  # characters of what is remembered of a request: its id, its tenant
-LONGEST_LEASE_S = 86400.0
+LONGEST_LEASE_S = 86400.0  # a client that dies leaves nothing for ever
 LEAST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
 TRIAL_S = 60.0  # for the first decision of a policy: it may have to load or compile
 EXPLANATION_BYTES = 64 << 20  # of explanations kept
@@ -164,20 +162,28 @@ class Conductor:
         state = self.state
         now_s = self.clock.now(request.arrival_s)
         state.advance(now_s)
-        input_tokens, known, hashes = self._prompt(request)
-        if request.request_id in state.reservations:
-            raise RequestError(f"request_id {request.request_id!r} is in flight already")
+        input_tokens = self._checked(request)
         refusal = self._refusal(request, input_tokens)
         if refusal is not None:
+            hashes = request.hashes if request.hashes is not None else NO_HASHES
+            if request.tokens is not None:
+                hashes = state.index.find_tokens(request.tokens, self._namespace(request))[1]
             self._tell(Made(request, refusal, None, 0, 1.0, now_s, time.perf_counter() - started, hashes, None))
             return refusal
-        candidates = self._candidates(request)
         by_priority, by_share = self.shares.headroom(request.tenant, request.priority, now_s)
         headroom = by_priority * by_share
         ttft_slo_s = request.ttft_slo_s or state.spec.slo.ttft_s
         tbt_slo_s = request.tbt_slo_s or state.spec.slo.tbt_s
         before = state.observer.state.clock.copy() if request.dry_run else None
-        observation = state.observe(input_tokens, known, now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, candidates)
+        arrived = now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, self._candidates(request)
+        if request.tokens is not None:
+            tokens = token_array(request.tokens)
+            observation, known, hashes = state.observe_tokens(tokens, self._namespace(request), *arrived)
+        else:
+            known, hashes = NO_BLOCKS, NO_HASHES
+            if request.hashes is not None:
+                known, hashes = state.index.find(request.hashes), request.hashes
+            observation = state.observe(input_tokens, known, *arrived)
         if before is not None:
             state.observer.state.clock[:] = before
         guard, other = self._who()
@@ -196,7 +202,7 @@ class Conductor:
         if action == 0:
             answer = self._rejection(request, observation, by_share, headroom)
         else:
-            reservation, answer = self._assign(request, observation, action, input_tokens, now_s, ttft_slo_s, tbt_slo_s)
+            reservation, answer = self._assign(request, action, input_tokens, now_s, ttft_slo_s, tbt_slo_s)
             if not request.dry_run:
                 state.admit(reservation, hashes, known)
                 answer.reused_tokens = reservation.reused_tokens
@@ -221,37 +227,43 @@ class Conductor:
             except Exception:
                 log.exception("a decision could not be counted or logged")
 
-    def _prompt(self, request: Request) -> tuple[int, NDArray[np.int32], NDArray[np.uint64]]:
-        """Length, numbers of the leading blocks that are known, hashes of all."""
-        tokens, hashes = request.tokens, request.hashes
+    def _checked(self, request: Request) -> int:
+        """The length of the prompt; everything that a request says of itself can be.
+
+        Raises:
+            RequestError: it cannot; the message names the field.
+        """
+        tokens = request.tokens
         n = len(tokens) if tokens is not None else request.input_tokens
         if not 1 <= n <= LONGEST_PROMPT:
             raise RequestError(f"input_tokens: expected 1 .. {LONGEST_PROMPT}, found {n}")
-        for name in ("request_id", "tenant"):
-            length = len(getattr(request, name))
-            if length > LONGEST_NAME:
-                raise RequestError(f"{name}: expected at most {LONGEST_NAME} characters, found {length}")
-        longest_s = 1e300 if self.clock.external else LONGEST_LEASE_S
-        if request.lease_s is not None and not 0 < request.lease_s <= longest_s:
-            raise RequestError(f"lease_s: expected above 0 and at most {longest_s:g} seconds, found {request.lease_s}")
-        for name in ("ttft_slo_s", "tbt_slo_s"):
-            slo = getattr(request, name)
-            if slo is not None and not 0 < slo < math.inf:
-                raise RequestError(f"{name}: expected seconds above 0, found {slo}")
-        if tokens is not None:
-            model, salt, tenant = self.cached_under
-            within = namespace(
-                model, request.lora_name, salt=request.namespace or salt, tenant=tenant, cache_salt=request.cache_salt
-            )
-            return n, *self.state.index.find_tokens(tokens, within)
-        if hashes is None:
-            return n, NO_BLOCKS, NO_HASHES
-        if len(hashes) > -(-n // self.state.block_tokens):
+        for name, text in (("request_id", request.request_id), ("tenant", request.tenant)):
+            if len(text) > LONGEST_NAME:
+                raise RequestError(f"{name}: expected at most {LONGEST_NAME} characters, found {len(text)}")
+        for name, seconds in (
+            ("lease_s", request.lease_s),
+            ("ttft_slo_s", request.ttft_slo_s),
+            ("tbt_slo_s", request.tbt_slo_s),
+        ):
+            if seconds is not None and not 0 < seconds < math.inf:
+                raise RequestError(f"{name}: expected seconds above 0, found {seconds}")
+        if request.lease_s is not None and request.lease_s > LONGEST_LEASE_S and not self.clock.external:
+            raise RequestError(f"lease_s: expected at most {LONGEST_LEASE_S:g} seconds, found {request.lease_s}")
+        if tokens is None and request.hashes is not None and len(request.hashes) > -(-n // self.state.block_tokens):
             raise RequestError(
-                f"block_hashes: {len(hashes)} blocks of {self.state.block_tokens} tokens are more than "
+                f"block_hashes: {len(request.hashes)} blocks of {self.state.block_tokens} tokens are more than "
                 f"{n} input_tokens fill"
             )
-        return n, self.state.index.find(hashes), hashes
+        if request.request_id in self.state.reservations:
+            raise RequestError(f"request_id {request.request_id!r} is in flight already")
+        return n
+
+    def _namespace(self, request: Request) -> Namespace:
+        """Within what the prompt's tokens mean cached blocks."""
+        model, salt, tenant = self.cached_under
+        return namespace(
+            model, request.lora_name, salt=request.namespace or salt, tenant=tenant, cache_salt=request.cache_salt
+        )
 
     def _refusal(self, request: Request, input_tokens: int) -> Rejection | None:
         """Why there is nothing to decide, where there is not."""
@@ -309,7 +321,6 @@ class Conductor:
     def _assign(
         self,
         request: Request,
-        observation: Observation,
         action: int,
         input_tokens: int,
         now_s: float,
@@ -321,15 +332,13 @@ class Conductor:
         p, d = divmod(pair, len(state.decodes))
         if state.twin[p] >= 0:
             d = int(state.twin[p])
-        holder = state.observer.holder(p) if source == Source.FETCH else -1
-        ttft_s = float(state.ttft_s[source][p])
-        tbt_s = float(state.tbt_s[d])
+        holder, ttft_s, tbt_s = state.place(p, d, source, self._pairs)
         lease_s = request.lease_s or self.lease_s
         reservation = Reservation(
             request.request_id,
             p,
             d,
-            Source(source),
+            SOURCES[source],
             holder,
             input_tokens,
             now_s,
@@ -347,7 +356,7 @@ class Conductor:
             request.request_id,
             state.prefills[p],
             state.decodes[d],
-            Source(source),
+            SOURCES[source],
             state.prefills[holder] if holder >= 0 else None,
             input_tokens,
             0,
@@ -356,15 +365,15 @@ class Conductor:
             lease_s,
             "",
             "",
-            self._fallbacks(p, d),
+            self._fallbacks(d),
         )
         return reservation, answer
 
-    def _fallbacks(self, p: int, d: int) -> tuple[tuple[Worker, Worker], ...]:
-        state, pairs = self.state, self._pairs
-        self._alternatives(state.observer.observation_header, p, d, pairs)
+    def _fallbacks(self, d: int) -> tuple[tuple[Worker, Worker], ...]:
+        """Other pairs, best first, where decode instance d is the chosen one."""
+        state = self.state
         named = []
-        for other_p, other_d in pairs.tolist():
+        for other_p, other_d in self._pairs.tolist():
             if other_p < 0:
                 break
             if state.twin[other_p] >= 0:
@@ -515,7 +524,6 @@ class Conductor:
         """
         self.state.advance(self.clock.now())
         self.state.change_cluster(cluster)
-        self._enter_cluster()
         for role in ("policy", "fallback", "shadow", "canary"):
             guard = getattr(self, role)
             if guard is not None and guard.inline:
@@ -578,15 +586,10 @@ class Conductor:
             guard.deadline_s = deadline_s
         guard.policy.reset(1, self.seed)
 
-    def _enter_cluster(self) -> None:
-        """What is compiled for the tables there are now."""
-        self._alternatives = entry_point(alternatives, self.state.observer.observation_header, 0, 0, self._pairs)
-
     def _warm_up(self) -> None:
         """Compile and load what the first request would otherwise wait for."""
         for role in ("policy", "fallback", "shadow", "canary"):
             self._try(role, getattr(self, role))
-        self._enter_cluster()
         state = self.state
         clock = state.observer.state.clock.copy()
         listeners, self.on_made, self.on_ended = (self.on_made, self.on_ended), [], []

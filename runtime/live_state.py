@@ -13,8 +13,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -24,16 +26,19 @@ from envs.kernel.compile import entry_point
 from envs.observer import Observer
 from envs.state import ROW_BITS, Observation, Source
 
-from .kernel.reservations import enter, flow, leave_queue, missing, start
+from .block_hash import NO_EXTRAS, Namespace, signed
+from .kernel import deciding, reservations
+from .kernel.ledger import LEDGER
 from .prefix_index import PrefixIndex
 from .telemetry import EngineMetrics
 from .workers import LiveCluster, Role, Worker
 
 FORGET_EVERY_S = 0.1  # what is assumed to be cached ends this late at most
 MOST_REQUESTS = 1 << 20  # that an engine is believed to have
-MEMORY = 0.98  # of the moving output length and decode time (docs/physics.md)
 NO_BLOCKS: NDArray[np.int32] = np.zeros(0, np.int32)
-NO_HASHES: NDArray[np.uint64] = np.zeros(0, np.uint64)
+NO_HASHES: NDArray[np.uint64] = NO_EXTRAS
+SOURCES = tuple(Source)
+NAN = math.nan
 
 
 class Stage(IntEnum):
@@ -47,48 +52,67 @@ class Stage(IntEnum):
     GONE = 5
 
 
-@dataclass(slots=True, eq=False)
 class Reservation:
     """An admitted request: what it takes of the cluster until it is finished, failed, or its lease ends."""
 
-    request_id: str
-    prefill: int
-    decode: int
-    source: Source
-    holder: int
-    input_tokens: int
-    arrival_s: float
-    predicted_s: float  # of its prefill
-    predicted_ttft_s: float
-    predicted_tbt_s: float
-    ttft_slo_s: float
-    tbt_slo_s: float
-    lease_s: float
-    expires_s: float
-    reported: bool
-    tenant: str = ""
-    hashes: NDArray[np.uint64] = field(default_factory=lambda: NO_HASHES)
-    blocks: NDArray[np.int32] = field(default_factory=lambda: NO_BLOCKS)  # their numbers, while they are expected
-    fetching: int = 0  # blocks on their way from the holder
-    fetch_bytes: float = 0.0
-    reused_tokens: int = 0
-    stage: Stage = Stage.QUEUED
-    flight: int = -1
-    prefill_start_s: float = math.nan
-    prefill_end_s: float = math.nan
-    join_s: float = math.nan
-    due_s: float = math.inf  # of the next predicted step, where nothing is reported
-    ttft_s: float = math.nan
-    tbt_s: float = math.nan
-    output_tokens: int = 0
-    prefill_s: float = math.nan
-    prefill_reported: bool = False  # `prefill_s` was measured
-    decode_s: float = math.nan
-    loaded_blocks: int = 0  # of the reused ones, those that come from host memory
-    batch: float = math.nan  # requests in its decode batch, and their context tokens, in the mean
-    kv_tokens: float = math.nan
-    end: str = ""  # finished, expired, or the stage it failed at
+    hashes: NDArray[np.uint64] = NO_HASHES
+    blocks: NDArray[np.int32] = NO_BLOCKS  # their numbers, while they are expected
+    fetching = 0  # blocks on their way from the holder
+    fetch_bytes = 0.0
+    reused_tokens = 0
+    stage = Stage.QUEUED
+    flight = -1
+    prefill_start_s = NAN
+    prefill_end_s = NAN
+    join_s = NAN
+    due_s = math.inf  # of the next predicted step, where nothing is reported
+    ttft_s = NAN
+    tbt_s = NAN
+    output_tokens = 0
+    prefill_s = NAN
+    prefill_reported = False  # `prefill_s` was measured
+    decode_s = NAN
+    loaded_blocks = 0  # of the reused ones, those that come from host memory
+    batch = NAN  # requests in its decode batch, and their context tokens, in the mean
+    kv_tokens = NAN
+    end = ""  # finished, expired, or the stage it failed at
     note: Any = None  # of the one who made the reservation
+
+    def __init__(
+        self,
+        request_id: str,
+        prefill: int,
+        decode: int,
+        source: Source,
+        holder: int,
+        input_tokens: int,
+        arrival_s: float,
+        predicted_s: float,  # of its prefill
+        predicted_ttft_s: float,
+        predicted_tbt_s: float,
+        ttft_slo_s: float,
+        tbt_slo_s: float,
+        lease_s: float,
+        expires_s: float,
+        reported: bool,
+        tenant: str = "",
+    ) -> None:
+        self.request_id = request_id
+        self.prefill = prefill
+        self.decode = decode
+        self.source = source
+        self.holder = holder
+        self.input_tokens = input_tokens
+        self.arrival_s = arrival_s
+        self.predicted_s = predicted_s
+        self.predicted_ttft_s = predicted_ttft_s
+        self.predicted_tbt_s = predicted_tbt_s
+        self.ttft_slo_s = ttft_slo_s
+        self.tbt_slo_s = tbt_slo_s
+        self.lease_s = lease_s
+        self.expires_s = expires_s
+        self.reported = reported
+        self.tenant = tenant
 
 
 @dataclass(slots=True)
@@ -133,7 +157,7 @@ class LiveState:
         self._set_up(cluster)
         self.clock["last_arrival_s"] = started_s
         self.clock["now_s"] = started_s
-        self.index = PrefixIndex(self.observer.state.blocks, self.block_tokens, instances=len(cluster.prefills))
+        self._use_index(PrefixIndex(self.observer.state.blocks, self.block_tokens, instances=len(cluster.prefills)))
 
     # --- the cluster -------------------------------------------------------------------------------------------------
 
@@ -148,10 +172,9 @@ class LiveState:
         state = self.observer.state
         self.clock = state.clock[0]
         self.prefill, self.decode, self.flight = state.prefill, state.decode, state.flight
-        self.host_used, self.device_used = state.prefill["host_used"], state.prefill["device_used"]
+        self._now_s, self._start_s = state.clock["now_s"], state.flight["start_s"]
         observation = self.observer.observation
         self.ttft_s = tuple(observation.prefill[f"ttft_{source.name.lower()}_s"][0] for source in Source)  # by source
-        self.tbt_s = observation.decode["tbt_assigned_s"][0]
         self.prefill_of = {worker.id: p for p, worker in enumerate(self.prefills)}
         self.decode_of = {worker.id: d for d, worker in enumerate(self.decodes)}
         self.twin = np.array(  # the decode index of a coupled instance, by its prefill index
@@ -162,15 +185,16 @@ class LiveState:
         self.running: list[Reservation | None] = [None] * p
         self.fetching = np.zeros(p, np.int64)
         self.reports_nic = np.zeros(p + d, np.uint8)  # whose NICs are reported, and need no reckoning
-        self._nic_address = self.reports_nic.ctypes.data
         self.flying: list[Reservation] = []  # by row of `flight`
         self.external_prefill = [External() for _ in range(p)]
         self.external_decode = [External() for _ in range(d)]
-        self.mean_prefill_s = np.array([self.observer.prefill_s(i, 2048, 0, 0) for i in range(p)])
-        head = self.observer.state_header, self.observer.parameters_header
-        self._enter = entry_point(enter, *head, 0, 0, 0, 0, 0, 1, 0.0, 0)
-        self._start = entry_point(start, head[0], 0, 0.0, 0.0, 0, 0.0)
-        self._move = entry_point(flow, *head, 0, 0, 0, 0.0, 0.0, 1)
+        self.mean_prefill_s = [self.observer.prefill_s(i, 2048, 0, 0) for i in range(p)]
+        self._kernels = _entry_points()
+        self._ledger = np.zeros(1, LEDGER)
+        self._at: int = self._ledger.ctypes.data
+        places = self.observer.addresses | {"fetching": self.fetching.ctypes.data, "told": self.reports_nic.ctypes.data}
+        for name, address in places.items():
+            self._ledger[name] = address
         self.largest_context = int(self.observer.parameters.decode["kv_capacity_tokens"].max())
         self.up_prefill = _reachable(self.prefills)
         self.up_decode = _reachable(self.decodes)
@@ -233,6 +257,7 @@ class LiveState:
             self.fetching[reservation.prefill] += reservation.fetching
         self._open_pools()
         self.index.rebind(self.observer.state.blocks, prefills.tolist(), instances=len(self.prefills))
+        self._use_index(self.index)
         return lost
 
     def restore_index(self, snapshot: dict[str, np.ndarray], names: list[str]) -> None:
@@ -247,7 +272,11 @@ class LiveState:
         mapping = [self.prefill_of.get(name, -1) for name in names]
         self.observer.state.blocks[:] = 0
         index.rebind(self.observer.state.blocks, mapping, instances=len(self.prefills))
+        self._use_index(index)
+
+    def _use_index(self, index: PrefixIndex) -> None:
         self.index = index
+        self._ledger["index"] = index.address
 
     def mark(self, worker_id: str, up: bool) -> None:
         """Whether a worker may be chosen. Where none of a pool may, all may: a verdict on everyone is more likely an
@@ -284,20 +313,55 @@ class LiveState:
             candidates: decode instances that may be chosen.
         """
         self.advance(now_s)
-        self.count_blocks()
-        if candidates is None:
-            return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
+        if candidates is not None:
+            self._restrict(candidates)
+        self._kernels.observe(self._at, blocks, len(blocks), input_tokens, now_s, ttft_slo_s, tbt_slo_s)
+        if candidates is not None:
+            self._open()
+        return self.observer.observation
+
+    def observe_tokens(
+        self,
+        tokens: NDArray[np.uint32],
+        namespace: Namespace,
+        now_s: float,
+        ttft_slo_s: float,
+        tbt_slo_s: float,
+        candidates: Iterable[int] | None = None,
+    ) -> tuple[Observation, NDArray[np.int32], NDArray[np.uint64]]:
+        """`PrefixIndex.find_tokens` of a prompt and `observe` in one: (observation, leading blocks, hashes)."""
+        self.advance(now_s)
+        count = len(tokens) // self.block_tokens
+        hashes, numbers = np.empty(count, np.uint64), np.empty(count, np.int32)
+        seed, root_extra = namespace
+        if candidates is not None:
+            self._restrict(candidates)
+        known = self._kernels.observe_tokens(
+            self._at, tokens, signed(seed), signed(root_extra), hashes, numbers, now_s, ttft_slo_s, tbt_slo_s
+        )
+        if candidates is not None:
+            self._open()
+        return self.observer.observation, numbers[:known], hashes
+
+    def _restrict(self, candidates: Iterable[int]) -> None:
+        """Leave only some decode instances open."""
         allowed = np.zeros(len(self.decodes), np.int64)
         allowed[list(candidates)] = 1
         self.decode["up"] = self.open_decode * allowed
         coupled = self.twin >= 0
         if coupled.any():  # a coupled instance decodes what it prefills
             self.prefill["up"] = self.open_prefill * np.where(coupled, allowed[self.twin], 1)
-        try:
-            return self.observer.observe_request(now_s, ttft_slo_s, tbt_slo_s, input_tokens, blocks)
-        finally:
-            self.decode["up"] = self.open_decode
-            self.prefill["up"] = self.open_prefill
+
+    def _open(self) -> None:
+        self.decode["up"] = self.open_decode
+        self.prefill["up"] = self.open_prefill
+
+    def place(self, p: int, d: int, source: int, pairs: NDArray[np.int64]) -> tuple[int, float, float]:
+        """What a choice means for the request observed last: (whom it fetches from or -1, predicted TTFT, TBT).
+
+        `pairs` int64[K, 2] gets what could be chosen instead, -1 beyond the last.
+        """
+        return self._kernels.place(self._at, p, d, source, pairs)  # type: ignore[no-any-return]
 
     def admit(self, reservation: Reservation, hashes: NDArray[np.uint64], known: NDArray[np.int32]) -> None:
         """Enter a reservation, decided on the observation made last ("A decision", steps 1-5).
@@ -305,43 +369,46 @@ class LiveState:
         Args:
             hashes: of all full blocks of the prompt. known: numbers of the leading ones that the index knew.
         """
-        match, observer = self.observer.match, self.observer
-        p, d, n = reservation.prefill, reservation.decode, reservation.input_tokens
-        hit = int(match[0, p]) if reservation.source != Source.RECOMPUTE else 0
-        if reservation.source == Source.FETCH:
-            ready = int(match[1, reservation.holder])
-            wanted = known[hit:ready]
-            reservation.fetching = missing(observer.state_header, p, wanted.ctypes.data, len(wanted))
-            hit = ready
-            if reservation.fetching:
-                reservation.fetch_bytes = reservation.fetching * self.block_bytes
-                self.fetching[p] += reservation.fetching
-                self._flow(reservation.holder, p, reservation.fetch_bytes, math.inf, 1)
-            else:
-                reservation.source = Source.LOCAL
-        if reservation.source != Source.RECOMPUTE:
-            reservation.loaded_blocks = max(0, hit - int(match[2, p]))
-        reservation.hashes = hashes
-        reservation.blocks = self.index.intern(hashes)
-        self.index.expect(p, reservation.blocks)
-        reservation.flight = len(self.flying)
-        reservation.predicted_s, reservation.reused_tokens = self._enter(
-            observer.state_header,
-            observer.parameters_header,
-            observer.match_address,
+        p, slot = reservation.prefill, len(self.flying)
+        blocks = np.empty(len(hashes), np.int32)
+        queue, external = self.queues[p], self.external_prefill[p]
+        entry = (
+            self._at,
+            hashes,
+            known,
+            blocks,
             p,
-            d,
-            int(reservation.source),
-            hit,
-            n,
+            reservation.decode,
+            reservation.source,
+            reservation.holder,
+            reservation.input_tokens,
             reservation.predicted_ttft_s,
-            reservation.flight,
+            slot,
+            reservation.arrival_s,
+            self.running[p] is None and not queue,
+            external.queue_requests,
+            external.queue_s,
         )
+        entered = self._kernels.admit(*entry)
+        if entered[0] == -2:
+            self.index.grow_expected(len(hashes))
+            entered = self._kernels.admit(*entry)
+        held, source, fetching, loaded, predicted_s, reused_tokens, end_s = entered
+        reservation.hashes = hashes
+        reservation.blocks = blocks if held == len(hashes) else blocks[:held]
+        reservation.source = SOURCES[source]
+        reservation.fetching, reservation.fetch_bytes = fetching, fetching * self.block_bytes
+        reservation.loaded_blocks = loaded
+        reservation.predicted_s, reservation.reused_tokens = predicted_s, reused_tokens
+        reservation.flight = slot
         self.flying.append(reservation)
         self.reservations[reservation.request_id] = reservation
         self._schedule(reservation, reservation.expires_s)
-        self.mean_prefill_s[p] += 0.05 * (reservation.predicted_s - self.mean_prefill_s[p])
-        self.queues[p].append(reservation)
+        self.mean_prefill_s[p] += 0.05 * (predicted_s - self.mean_prefill_s[p])
+        if end_s == end_s:
+            self._runs(p, reservation, reservation.arrival_s, end_s)
+            return
+        queue.append(reservation)
         if self.running[p] is None and not self.prefill["running"][p]:
             self._begin(p, reservation.arrival_s)
 
@@ -356,19 +423,28 @@ class LiveState:
         """The head of p's queue starts."""
         reservation = self.queues[p].popleft()
         external = self.external_prefill[p]
+        end_s = self._kernels.start(
+            self._at,
+            p,
+            reservation.decode,
+            reservation.input_tokens,
+            now_s,
+            reservation.predicted_s,
+            external.queue_requests,
+            external.queue_s,
+        )
+        self._runs(p, reservation, now_s, end_s)
+
+    def _runs(self, p: int, reservation: Reservation, now_s: float, end_s: float) -> None:
         self.running[p] = reservation
         reservation.stage = Stage.PREFILL
         reservation.prefill_start_s = now_s
-        end_s = self._start(
-            self.observer.state_header, p, now_s, reservation.predicted_s, external.queue_requests, external.queue_s
-        )
         if not reservation.reported:
             self._step_at(reservation, end_s)
-        self._stream(reservation, 1)
 
     def _unqueue(self, p: int, reservation: Reservation) -> None:
         external = self.external_prefill[p]
-        leave_queue(self.observer.state_header, p, reservation.predicted_s, external.queue_requests, external.queue_s)
+        self._kernels.leave_queue(self._at, p, reservation.predicted_s, external.queue_requests, external.queue_s)
 
     def prefill_started(self, reservation: Reservation, at_s: float, expected_end_s: float = 0.0) -> None:
         """The engine has started on it; `expected_end_s` 0: it will take as long as predicted."""
@@ -388,7 +464,7 @@ class LiveState:
         """The prefix that it fetches is on its prefill instance."""
         if reservation.fetching:
             self.fetching[reservation.prefill] -= reservation.fetching
-            self._flow(reservation.holder, reservation.prefill, reservation.fetch_bytes, math.inf, -1)
+            self._kernels.flow(self._at, reservation.holder, reservation.prefill, reservation.fetch_bytes, math.inf, -1)
             reservation.fetching = 0
 
     def prefill_done(self, reservation: Reservation, at_s: float) -> None:
@@ -397,12 +473,9 @@ class LiveState:
             return
         p = reservation.prefill
         self.fetch_landed(reservation)
-        self.index.unexpect(p, reservation.blocks)
-        if not self.prefills[p].kv_events:  # nobody will tell what it keeps
-            self.index.assume(p, reservation.hashes, until_s=at_s + self.assumed_s)
-        if self.running[p] is reservation:
+        running = self.running[p] is reservation
+        if running:
             self.running[p] = None
-            self.prefill["running"][p] = 0
         elif reservation.stage == Stage.QUEUED:  # engines batch prefills: it has overtaken
             self.queues[p].remove(reservation)
             self._unqueue(p, reservation)
@@ -414,25 +487,38 @@ class LiveState:
             reservation.prefill_s = at_s - reservation.prefill_start_s
         if math.isnan(reservation.ttft_s):
             reservation.ttft_s = at_s - reservation.arrival_s
-        self.clock["prefill_s"] += reservation.prefill_s
-        self.flight["start_s"][reservation.flight] = at_s
+        # where no KV events tell what the worker keeps, that is assumed
+        until_us = -1 if self.prefills[p].kv_events else round((at_s + self.assumed_s) * 1e6)
+        done = (
+            self._at,
+            reservation.hashes,
+            reservation.blocks,
+            p,
+            reservation.decode,
+            reservation.input_tokens,
+            reservation.flight,
+            at_s,
+            reservation.prefill_s,
+            running,
+            until_us,
+        )
+        layer_s = self._kernels.prefilled(*done)  # the rest went out during the prefill ([A] 5.2)
+        if layer_s < 0:
+            self.index.grow_routes(len(reservation.hashes))
+            layer_s = self._kernels.prefilled(*done)
         if self.queues[p] and self.running[p] is None:
             self._begin(p, at_s)
         if not reservation.reported:
-            bytes_ = reservation.input_tokens * self.spec.model.kv_bytes_per_token
-            nic = float(self.observer.parameters.decode["nic_bytes_per_s"][reservation.decode])
-            layer_s = bytes_ / nic / self.spec.model.layers  # the rest went out during the prefill ([A] 5.2)
             self._step_at(reservation, at_s + layer_s + self.spec.transfer_latency_s)
 
     def kv_ready(self, reservation: Reservation) -> None:
         """All of its KV is on the decode instance, where it waits for the next iteration."""
         if reservation.stage != Stage.TRANSFER:
             return
-        self._stream(reservation, -1)
         reservation.stage = Stage.WAITING
-        row = self.decode[reservation.decode]
-        row["waiting_requests"] += 1
-        row["waiting_tokens"] += reservation.input_tokens
+        self._kernels.land(
+            self._at, reservation.prefill, reservation.decode, reservation.input_tokens, reservation.predicted_s
+        )
 
     def joined(self, reservations: list[Reservation], at_s: float, stall_s: float | None = None) -> None:
         """They have joined the batch of their (common) decode instance at one boundary, which waited `stall_s`.
@@ -442,37 +528,22 @@ class LiveState:
         joiners = [r for r in dict.fromkeys(reservations) if r.stage < Stage.DECODE]  # each once, if told twice
         if not joiners:
             return
-        d = joiners[0].decode
-        row = self.decode[d]
-        node = self.observer.parameters.decode[d]
-        kv_tokens = self._context_tokens(d, at_s)
-        if stall_s is None:
-            tokens = sum(r.input_tokens for r in joiners)
-            stall_s = tokens * self.spec.model.kv_bytes_per_token / float(node["join_bytes_per_s"])
+        tokens = 0
         for reservation in joiners:
             self.prefill_done(reservation, at_s)
             self.kv_ready(reservation)
-            n = reservation.input_tokens
-            reservation.stage = Stage.DECODE
-            reservation.join_s = at_s + stall_s
-            row["waiting_requests"] -= 1
-            row["waiting_tokens"] -= n
-            row["pending_requests"] -= 1
-            row["pending_tokens"] -= n
-            row["batch"] += 1
-            kv_tokens += n
-            self.flight["start_s"][reservation.flight] = at_s + stall_s
-            if not reservation.reported:
-                self._step_at(reservation, at_s + stall_s + float(self.clock["expected_decode_s"]))
+            tokens += reservation.input_tokens
+        stall_s, batch, kv_tokens, expected_s = self._kernels.join(
+            self._at, joiners[0].decode, len(joiners), tokens, at_s, NAN if stall_s is None else stall_s
+        )
+        join_s = at_s + stall_s
         for reservation in joiners:
-            reservation.batch, reservation.kv_tokens = float(row["batch"]), kv_tokens
-        row["kv_tokens"] = kv_tokens
-        row["updated_s"] = at_s + stall_s
-        horizon_s = self.spec.rate_horizon_s
-        fade = math.exp(-(at_s - float(row["last_join_s"])) / horizon_s)
-        row["stall_rate"] = fade * float(row["stall_rate"]) + stall_s / horizon_s
-        row["join_rate"] = fade * float(row["join_rate"]) + len(joiners) / horizon_s
-        row["last_join_s"] = at_s
+            reservation.stage = Stage.DECODE
+            reservation.join_s = join_s
+            reservation.batch, reservation.kv_tokens = batch, kv_tokens
+            self._start_s[reservation.flight] = join_s
+            if not reservation.reported:
+                self._step_at(reservation, join_s + expected_s)
 
     def finished(
         self,
@@ -485,7 +556,6 @@ class LiveState:
         decode_s: float = math.nan,
     ) -> None:
         """Its last token is out. What is not known (0, NaN) is left out of the moving means."""
-        clock = self.clock
         if not math.isnan(ttft_s):
             reservation.ttft_s = ttft_s
         if reservation.stage < Stage.DECODE and output_tokens != 1:
@@ -493,68 +563,58 @@ class LiveState:
         self.prefill_done(reservation, at_s)
         reservation.tbt_s = tbt_s
         reservation.output_tokens = output_tokens
-        if output_tokens:
-            clock["expected_output_tokens"] = MEMORY * clock["expected_output_tokens"] + (1 - MEMORY) * output_tokens
         if math.isnan(decode_s) and reservation.reported:
             decode_s = at_s - reservation.join_s
         reservation.decode_s = decode_s
+        good = reservation.ttft_s <= reservation.ttft_slo_s and not tbt_s > reservation.tbt_slo_s
+        batch, kv_tokens = self._kernels.finish(self._at, reservation.decode, at_s, output_tokens, decode_s, good)
         if reservation.stage == Stage.DECODE:
-            reservation.batch = (reservation.batch + float(self.decode["batch"][reservation.decode])) / 2
-            reservation.kv_tokens = (reservation.kv_tokens + self._context_tokens(reservation.decode, at_s)) / 2
-        if output_tokens > 1 and not math.isnan(decode_s):
-            clock["expected_decode_s"] = MEMORY * clock["expected_decode_s"] + (1 - MEMORY) * decode_s
-        if reservation.ttft_s <= reservation.ttft_slo_s and not tbt_s > reservation.tbt_slo_s:
-            clock["good"] += 1
-        else:
-            clock["violated"] += 1
+            reservation.batch = (reservation.batch + batch) / 2
+            reservation.kv_tokens = (reservation.kv_tokens + kv_tokens) / 2
         self.end(reservation, "finished", at_s)
 
     def end(self, reservation: Reservation, how: str, at_s: float | None = None) -> None:
         """The reservation is no more, at whatever stage; everything it took is given back."""
         if reservation.stage == Stage.GONE:
             return
-        p, d, n = reservation.prefill, reservation.decode, reservation.input_tokens
-        at_s = float(self.clock["now_s"]) if at_s is None else at_s
-        row = self.decode[d]
-        if reservation.stage < Stage.DECODE:
-            row["pending_requests"] -= 1
-            row["pending_tokens"] -= n
-        if reservation.stage == Stage.QUEUED:
+        p, stage = reservation.prefill, reservation.stage
+        at_s = float(self._now_s[0]) if at_s is None else at_s
+        if stage == Stage.QUEUED:
             self.queues[p].remove(reservation)
             self._unqueue(p, reservation)
-        if reservation.stage == Stage.PREFILL and self.running[p] is reservation:
+        if stage == Stage.PREFILL and self.running[p] is reservation:
             self.running[p] = None
             self.prefill["running"][p] = 0
             if self.queues[p]:
                 self._begin(p, at_s)
-        if reservation.stage <= Stage.PREFILL:
+        if stage <= Stage.PREFILL:
             self.fetch_landed(reservation)
             self.index.unexpect(p, reservation.blocks)
-        if reservation.stage in (Stage.PREFILL, Stage.TRANSFER):
+        if stage == Stage.PREFILL or stage == Stage.TRANSFER:
             self._stream(reservation, -1)
-        if reservation.stage == Stage.WAITING:
-            row["waiting_requests"] -= 1
-            row["waiting_tokens"] -= n
-        if reservation.stage == Stage.DECODE:
-            kv_tokens = self._context_tokens(d, at_s)
-            grown = reservation.output_tokens or self._generated(d, reservation, at_s)
-            row["batch"] -= 1
-            row["kv_tokens"] = max(0.0, kv_tokens - n - max(0.0, grown - 1)) if row["batch"] > 0 else 0.0
-            row["updated_s"] = max(at_s, float(row["updated_s"]))
+        last = self.flying.pop()
+        slot = reservation.flight
+        self._kernels.leave(
+            self._at,
+            stage,
+            reservation.decode,
+            reservation.input_tokens,
+            slot,
+            len(self.flying),
+            at_s,
+            reservation.join_s,
+            reservation.output_tokens,
+        )
+        if last is not reservation:
+            self.flying[slot] = last
+            last.flight = slot
+        reservation.flight = -1
         if how == "recheck":
             self.clock["rejected_at_decode"] += 1
             if not math.isnan(reservation.prefill_s):
                 self.clock["wasted_prefill_s"] += reservation.prefill_s
         reservation.stage = Stage.GONE
         reservation.end = how
-        last = self.flying.pop()
-        slot = reservation.flight
-        if last is not reservation:
-            self.flying[slot] = last
-            self.flight[slot] = self.flight[last.flight]
-            last.flight = slot
-        reservation.flight = -1
-        self.clock["in_flight"] = len(self.flying)
         del self.reservations[reservation.request_id]
         self.on_end(reservation)
         reservation.hashes, reservation.blocks = NO_HASHES, NO_BLOCKS  # its lease may keep it in `_steps` for long
@@ -603,7 +663,8 @@ class LiveState:
         if now_s >= self._forget_s:
             self.index.expire(now_s)
             self._forget_s = now_s + FORGET_EVERY_S
-        self.clock["now_s"] = max(now_s, float(self.clock["now_s"]))
+        if now_s > self._now_s[0]:
+            self._now_s[0] = now_s
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
         reservation.due_s = due_s
@@ -625,7 +686,7 @@ class LiveState:
             if d is not None:  # coupled: what decodes is running too
                 ours += int(self.decode["batch"][d]) - self.external_decode[d].batch
             extra = max(0, (running if d is None else 0) + waiting - ours)
-            new = External(queue_s=extra * float(self.mean_prefill_s[p]), queue_requests=extra)
+            new = External(queue_s=extra * self.mean_prefill_s[p], queue_requests=extra)
             self.prefill["queue_requests"][p] += new.queue_requests - old.queue_requests
             self.prefill["queued_s"][p] = max(0.0, float(self.prefill["queued_s"][p]) + new.queue_s - old.queue_s)
             self.external_prefill[p] = new
@@ -704,33 +765,15 @@ class LiveState:
         )
         return float(node["step_base_s"]) + growing
 
-    def _generated(self, d: int, reservation: Reservation, at_s: float) -> float:
-        return max(0.0, at_s - reservation.join_s) / self._step_s(d)
-
     def _stream(self, reservation: Reservation, sign: int) -> None:
         """The KV of a request streams to its decode instance while it is computed ([A] 5.2), or does so no more."""
-        size = reservation.input_tokens * self.spec.model.kv_bytes_per_token
-        target = len(self.prefills) + reservation.decode
-        self._flow(reservation.prefill, target, size, size / reservation.predicted_s, sign)
-
-    def _flow(self, source: int, target: int, size: float, rate: float, sign: int) -> None:
-        """A transfer of at most `rate` bytes per second begins (sign 1) or ends (-1)."""
-        observer = self.observer
-        self._move(
-            observer.state_header,
-            observer.parameters_header,
-            self._nic_address,
-            source,
-            target,
-            size,
-            rate,
-            sign,
+        self._kernels.stream(
+            self._at, reservation.prefill, reservation.decode, reservation.input_tokens, reservation.predicted_s, sign
         )
 
     def count_blocks(self) -> None:
         """Bring the used shares of the cache tiers up to date with the index, which KV events change."""
-        np.add(self.index.host_used, self.fetching, out=self.host_used)
-        self.device_used[:] = self.index.device_used
+        self._kernels.count_blocks(self._at)
 
     def worker(self, worker_id: str) -> Worker | None:
         """A worker by its id."""
@@ -741,3 +784,30 @@ def _reachable(workers: tuple[Worker, ...]) -> NDArray[np.int64]:
     """Which workers may be chosen at first: those with an address, where any has one."""
     addressed = np.array([bool(worker.address) for worker in workers], np.int64)
     return addressed if addressed.any() else np.ones_like(addressed)
+
+
+@cache
+def _entry_points() -> SimpleNamespace:
+    """The kernels, for arguments of the types that they get here."""
+    at = count = 0
+    p = d = slot = 0
+    s = 0.0
+    numbers, hashes = NO_BLOCKS, NO_HASHES
+    tokens, pairs = np.zeros(0, np.uint32), np.zeros((0, 2), np.int64)
+    arguments: dict[Callable[..., Any], tuple[Any, ...]] = {
+        deciding.count_blocks: (at,),
+        deciding.observe: (at, numbers, count, count, s, s, s),
+        deciding.observe_tokens: (at, tokens, 0, 0, hashes, numbers, s, s, s),
+        deciding.place: (at, p, d, 0, pairs),
+        reservations.admit: (at, hashes, numbers, numbers, p, d, 0, p, count, s, slot, s, 0, count, s),
+        reservations.leave_queue: (at, p, s, count, s),
+        reservations.start: (at, p, d, count, s, s, count, s),
+        reservations.stream: (at, p, d, count, s, 1),
+        reservations.flow: (at, p, d, s, s, 1),
+        reservations.prefilled: (at, hashes, numbers, p, d, count, slot, s, s, 0, 0),
+        reservations.land: (at, p, d, count, s),
+        reservations.join: (at, d, count, count, s, s),
+        reservations.finish: (at, d, s, count, s, 0),
+        reservations.leave: (at, 0, d, count, slot, slot, s, s, count),
+    }
+    return SimpleNamespace(**{kernel.__name__: entry_point(kernel, *given) for kernel, given in arguments.items()})

@@ -30,6 +30,7 @@ Numbers = NDArray[np.int32]
 
 _APPLY_WORDS = {name: i for i, name in enumerate(APPLY.names or ())}
 _GIVEN = _APPLY_WORDS["stored"]  # words before it are set by the caller
+_NO_NUMBERS: Numbers = np.zeros(0, np.int32)
 _LOAD = 0.6  # share of a growing hash table that may be in use
 
 
@@ -142,8 +143,14 @@ class PrefixIndex:
         self._set(free_list=address(self._free), places=address(self._places))
         self._use_engine(self._engine)
         self._use_expected(self._expected)
+        self._set(route_mask=-1, route_limit=_power(capacity))
 
     # --- what there is ---
+
+    @property
+    def address(self) -> int:
+        """Where the header (`block_table.INDEX`) is."""
+        return self._at
 
     @property
     def used(self) -> int:
@@ -251,7 +258,7 @@ class PrefixIndex:
         where = self._checked(instance)
         bad = expectations.expect(self._at, where, ids)
         if bad == -2:
-            self._grow_expected(len(ids))
+            self.grow_expected(len(ids))
             bad = expectations.expect(self._at, where, ids)
         _checked_number(ids, bad, "in use")
 
@@ -297,15 +304,14 @@ class PrefixIndex:
         For instances without KV events. A later `assume` prolongs it, `expire` ends it. At most about `capacity` such
         assumptions are kept; beyond, the oldest end early.
         """
-        if not len(self._routes):
-            self._routes = np.zeros(_power(self.capacity), expectations.ROUTE)
-            self._routed = np.zeros(_power(2 * len(self._routes) + 2), expectations.PAIR)
-            self._set(routes=address(self._routes), route_mask=len(self._routes) - 1)
-            self._set(routed=address(self._routed), routed_mask=len(self._routed) - 1)
-            self._set(routed_shift=_shift(len(self._routed)))
         given = _hash_array(hashes)
         until_us = round(until_s * 1e6)
-        return int(expectations.route(self._at, self._checked(instance), given, until_us))
+        where = self._checked(instance)
+        done = expectations.route(self._at, where, given, _NO_NUMBERS, until_us)
+        if done == -2:
+            self.grow_routes(len(given))
+            done = expectations.route(self._at, where, given, _NO_NUMBERS, until_us)
+        return int(done)
 
     def expire(self, now_s: float) -> int:
         """End assumptions whose time has come, in the order they were made; how many blocks are gone by it."""
@@ -510,9 +516,26 @@ class PrefixIndex:
         used = expectations.move_pairs(address(old), len(old), address(self._expected), mask, shift, to)
         self._set(expected_used=used)
 
-    def _grow_expected(self, more: int) -> None:
+    def grow_expected(self, more: int) -> None:
+        """Room to expect so many more blocks."""
         size = _power(2 * (int(self._header["expected_used"][0]) + more) / _LOAD)
         self._move_expected(size, np.arange(self.instances, dtype=np.int64))
+
+    def grow_routes(self, more: int) -> None:
+        """Room to assume so many more blocks to be somewhere, within the limit."""
+        old, first, last = self._routes, int(self._header["route_first"][0]), int(self._header["route_last"][0])
+        size = min(_power(max(1024, 2 * (last - first + more))), int(self._header["route_limit"][0]))
+        self._routes = np.zeros(size, expectations.ROUTE)
+        if last > first:
+            places = np.arange(first, last)
+            self._routes[places % size] = old[places % len(old)]
+        self._set(routes=address(self._routes), route_mask=size - 1)
+        pairs, mask = self._routed, _power(2 * size + 2) - 1
+        self._routed = np.zeros(mask + 1, expectations.PAIR)
+        self._set(routed=address(self._routed), routed_mask=mask, routed_shift=_shift(mask + 1))
+        kept = np.arange(max(self.instances, 1), dtype=np.int64)
+        shift = _shift(mask + 1)
+        expectations.move_pairs(address(pairs), len(pairs), address(self._routed), mask, shift, address(kept))
 
     # --- checks ---
 

@@ -93,6 +93,7 @@ class Options:
     seed: int = 0
 
 
+NO_LOADS = (math.nan, math.nan, math.nan)
 RELOADABLE = ("policy", "fallback", "shadow", "canary", "canary_share", "tenants")
 FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, TracingError, OSError)
 """What `Sidecar` raises for wrong options, files and addresses; the messages are for the user."""
@@ -653,14 +654,7 @@ class Sidecar:
             return
         answer, observation = made.answer, made.observation
         canary = self.conductor.canary
-        loads: dict[str, Any] = {}
-        if observation is not None:
-            cluster = observation.cluster[0, 0]
-            loads = {
-                "prefill_load": float(cluster["prefill_load"]),
-                "decode_load": float(cluster["decode_load_now"]),
-                "decode_load_forecast": float(cluster["decode_load_forecast"]),
-            }
+        load, load_now, load_forecast = NO_LOADS if observation is None else self.conductor.state.observer.loads()
         if isinstance(answer, Assignment):
             self.metrics.observe_decision(
                 made.seconds,
@@ -670,10 +664,19 @@ class Sidecar:
                 reused_tokens=answer.reused_tokens,
                 fell_back=answer.fell_back,
                 canary=answer.policy if canary is not None and answer.policy == canary.name else "",
-                **loads,
+                prefill_load=load,
+                decode_load=load_now,
+                decode_load_forecast=load_forecast,
             )
         else:
-            self.metrics.observe_decision(made.seconds, answer.reason.value, fell_back=answer.fell_back, **loads)
+            self.metrics.observe_decision(
+                made.seconds,
+                answer.reason.value,
+                fell_back=answer.fell_back,
+                prefill_load=load,
+                decode_load=load_now,
+                decode_load_forecast=load_forecast,
+            )
         if self.conductor.shadow is not None and observation is not None:
             self._compare(made, observation)
         if self.decision_log is not None:

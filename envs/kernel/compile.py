@@ -33,7 +33,7 @@ _CONTRACT = (
 _SOURCES = {
     "envs": (*_CONTRACT, "envs/kernel/*.py"),
     "policies": (*_CONTRACT, "policies/routers.py", "policies/peers.py", "policies/early_rejection.py"),
-    "runtime": (*_CONTRACT, "runtime/kernel/*.py"),
+    "runtime": (*_CONTRACT, "envs/kernel/*.py", "runtime/kernel/*.py"),
 }
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -53,7 +53,7 @@ INDEX = np.dtype(
             *("slot_mask", "slot_shift"),
             *("engine_mask", "engine_shift", "engine_used", "engine_limit"),
             *("expected_mask", "expected_shift", "expected_used", "expected_limit"),
-            *("route_mask", "route_first", "route_last", "routed_mask", "routed_shift", "routed_used"),
+            *("route_mask", "route_limit", "route_first", "route_last", "routed_mask", "routed_shift", "routed_used"),
             # addresses
             *("slots", "cells", "blocks", "media", "free_list", "engine", "expected", "routes", "routed", "places"),
         )
@@ -62,7 +62,7 @@ INDEX = np.dtype(
 INSTANCE_BYTES = INSTANCE.itemsize
 
 _PHI = np.uint64(0x9E3779B97F4A7C15)
-_AHEAD = 12  # look-ups between a prefetch and its use
+AHEAD = 12  # look-ups between a prefetch and its use
 _ROW = (1 << ROW_BITS) - 1
 
 index_at: Any = record_at(INDEX)
@@ -352,7 +352,7 @@ def number_of(index, own, before):
 
 
 @compiled
-def _prefetch_slot(index, own):
+def prefetch_slot(index, own):
     prefetch(index.slots + 16 * home(own, index.slot_shift))
 
 
@@ -364,11 +364,11 @@ def find(at, hashes, numbers):
     """Numbers (int32) of the leading known ones of hashes (uint64); how many. They are touched."""
     index = index_at(at, 0)
     count = len(hashes)
-    for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, hashes[i])
+    for i in range(min(count, AHEAD)):
+        prefetch_slot(index, hashes[i])
     for i in range(count):
-        if i + _AHEAD < count:
-            _prefetch_slot(index, hashes[i + _AHEAD])
+        if i + AHEAD < count:
+            prefetch_slot(index, hashes[i + AHEAD])
         number = look_up(index, hashes[i])
         if number < 0:
             return i
@@ -396,8 +396,8 @@ def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
         before = next_hash(before, i == 0, address + i * size, size, extra, np.uint64(seed))
         hashes[i] = before
         if open_end:
-            _prefetch_slot(index, before)
-            if i >= _AHEAD:
+            prefetch_slot(index, before)
+            if i >= AHEAD:
                 number = look_up(index, hashes[known])
                 if number < 0:
                     open_end = False
@@ -422,11 +422,11 @@ def intern(at, hashes, numbers, keep):
     count = len(hashes)
     before = np.int64(-1)
     done = count
-    for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, hashes[i])
+    for i in range(min(count, AHEAD)):
+        prefetch_slot(index, hashes[i])
     for i in range(count):
-        if i + _AHEAD < count:
-            _prefetch_slot(index, hashes[i + _AHEAD])
+        if i + AHEAD < count:
+            prefetch_slot(index, hashes[i + AHEAD])
         before = number_of(index, hashes[i], before)
         if before < 0:
             done = i
@@ -497,11 +497,11 @@ def store(at, p, medium, hashes, before_hash, follows):
     count = len(hashes)
     before = look_up(index, np.uint64(before_hash)) if follows != 0 else np.int64(-1)
     done = 0
-    for i in range(min(count, _AHEAD)):
-        _prefetch_slot(index, hashes[i])
+    for i in range(min(count, AHEAD)):
+        prefetch_slot(index, hashes[i])
     for i in range(count):
-        if i + _AHEAD < count:
-            _prefetch_slot(index, hashes[i + _AHEAD])
+        if i + AHEAD < count:
+            prefetch_slot(index, hashes[i + AHEAD])
         before = number_of(index, hashes[i], before)
         if before < 0:
             break  # what follows would be of no use without it

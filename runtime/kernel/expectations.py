@@ -11,7 +11,21 @@ from envs.kernel.memory import _record_at as record_at
 from envs.kernel.memory import i8_at
 from envs.state import HOST, PENDING, TRANSIT
 
-from .block_table import ROUTED, bit_of, cell_of, drop, first_bad, home, index_at, number_of, put, retire, word_of
+from .block_table import (
+    AHEAD,
+    ROUTED,
+    bit_of,
+    cell_of,
+    drop,
+    first_bad,
+    home,
+    index_at,
+    number_of,
+    prefetch_slot,
+    put,
+    retire,
+    word_of,
+)
 
 PAIR = np.dtype([("key", "i8"), ("value", "i8")])  # key 0 is an empty pair
 ROUTE = np.dtype([("hash", "u8"), ("number", "i4"), ("instance", "i4"), ("expires_us", "i8")])
@@ -70,6 +84,21 @@ def move_pairs(old, size, table, mask, shift, renumbered):
 
 
 @compiled
+def _expect_one(index, p, number):
+    key = _pair_key(number, p)
+    pair = _pair_at(index.expected, _search_pair(index.expected, index.expected_mask, index.expected_shift, key))
+    if pair.key == 0:
+        pair.key = key
+        pair.value = 0
+        index.expected_used += 1
+    pair.value += 1
+    cell_of(index, number).held += 1
+    word = word_of(index, number, p)
+    if i8_at(index.blocks)[word] & bit_of(HOST, p) == 0:
+        i8_at(index.blocks)[word] |= bit_of(PENDING, p)
+
+
+@compiled
 def expect(at, p, numbers):
     """A request will bring blocks to instance p: they are held, and pending where not resident.
 
@@ -82,19 +111,42 @@ def expect(at, p, numbers):
     if index.expected_used + len(numbers) > index.expected_limit:
         return -2
     for i in range(len(numbers)):
-        number = np.int64(numbers[i])
-        key = _pair_key(number, p)
-        pair = _pair_at(index.expected, _search_pair(index.expected, index.expected_mask, index.expected_shift, key))
-        if pair.key == 0:
-            pair.key = key
-            pair.value = 0
-            index.expected_used += 1
-        pair.value += 1
-        cell_of(index, number).held += 1
-        word = word_of(index, number, p)
-        if i8_at(index.blocks)[word] & bit_of(HOST, p) == 0:
-            i8_at(index.blocks)[word] |= bit_of(PENDING, p)
+        _expect_one(index, p, np.int64(numbers[i]))
     return -1
+
+
+@compiled
+def bring(at, p, hashes, known, numbers):
+    """`intern` the hashes of a chain, then `expect` them on instance p; how many got a number, written to `numbers`.
+
+    `known`: numbers of the leading ones, as found of late. -2 if the table of pairs must grow first.
+    """
+    index = index_at(at, 0)
+    count = len(hashes)
+    if index.expected_used + count > index.expected_limit:
+        return np.int64(-2)
+    for i in range(len(known), min(len(known) + AHEAD, count)):
+        prefetch_slot(index, hashes[i])
+    before = np.int64(-1)
+    for i in range(count):
+        number = np.int64(-1)
+        if i < len(known):
+            number = np.int64(known[i])
+            cell = cell_of(index, number)
+            if cell.used == 0 or cell.hash != hashes[i]:
+                number = np.int64(-1)
+        elif i + AHEAD < count:
+            prefetch_slot(index, hashes[i + AHEAD])
+        if number < 0:
+            number = number_of(index, hashes[i], before)
+        if number < 0:
+            index.exhausted = 0
+            return np.int64(i)
+        numbers[i] = number
+        before = number
+        _expect_one(index, p, number)
+    index.exhausted = 0
+    return np.int64(count)
 
 
 @compiled
@@ -164,16 +216,20 @@ def forget(at, now_us):
 
 
 @compiled
-def route(at, p, hashes, expires_us):
+def route(at, p, hashes, held, expires_us):
     """A chain of blocks is assumed to be on instance p until a time; how many got in.
 
-    Where too much is assumed already, the oldest is forgotten before its time.
+    `held`: numbers of the leading ones, which a request holds. Where too much is assumed already, the oldest is
+    forgotten before its time. -2 if the ring must grow first, and nothing is done.
     """
     index = index_at(at, 0)
+    room = index.route_mask + 1
+    if index.route_last - index.route_first + len(hashes) > room and room < index.route_limit:
+        return -2
     before = np.int64(-1)
     done = 0
     for i in range(len(hashes)):
-        before = number_of(index, hashes[i], before)
+        before = np.int64(held[i]) if i < len(held) else number_of(index, hashes[i], before)
         if before < 0:
             break
         done += 1
