@@ -8,7 +8,7 @@ import math
 import uuid
 from collections.abc import AsyncIterator, Callable
 from functools import lru_cache
-from itertools import groupby
+from itertools import count, groupby
 from typing import Any
 
 import grpc
@@ -41,6 +41,8 @@ _SECONDS = {
     "first_token": ("stall_s",),
     "finished": ("ttft_s", "tbt_s", "decode_s"),
 }
+_TOKEN = np.dtype("<u4")
+_RUN, _unnamed = uuid.uuid4().hex, count()  # ids for requests without
 _LOADS = ("at_s", "prefill_end_s", "kv_tokens", "tx_bytes_per_s", "rx_bytes_per_s", "tx_backlog_bytes")
 _WORKER_FIELDS = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank")
 
@@ -51,12 +53,13 @@ def request_of(message: pb.ScheduleRequest) -> Request:
     Raises:
         RequestError: a field cannot be; the message names it.
     """
-    request = Request(message.request_id or uuid.uuid4().hex)
+    request = Request(message.request_id or f"{_RUN}-{next(_unnamed)}")
     kind = message.WhichOneof("prompt")
     if kind == "tokens":
-        if len(message.tokens) % 4:
-            raise RequestError(f"tokens: expected little-endian uint32, found {len(message.tokens)} bytes")
-        request.tokens = np.frombuffer(message.tokens, "<u4")
+        tokens = message.tokens  # a copy each time
+        if len(tokens) % 4:
+            raise RequestError(f"tokens: expected little-endian uint32, found {len(tokens)} bytes")
+        request.tokens = np.frombuffer(tokens, _TOKEN)
     elif kind == "block_hashes":
         if len(message.block_hashes.hashes) % 8:
             size = len(message.block_hashes.hashes)
@@ -88,8 +91,18 @@ def _place(worker_id: str, address: str) -> pb.Endpoint:
     return pb.Endpoint(id=worker_id, address=address)
 
 
-def _endpoint(worker: _workers.Worker) -> pb.Endpoint:
-    return _place(worker.id, worker.address)
+@lru_cache(4096)
+def _chosen(prefill: str, prefill_address: str, decode: str, decode_address: str) -> bytes:
+    """A serialised answer with the chosen pair; to make messages in messages takes longer than to read them."""
+    chosen = pb.Assignment(prefill=_place(prefill, prefill_address), decode=_place(decode, decode_address))
+    return pb.ScheduleResponse(assignment=chosen).SerializeToString()
+
+
+@lru_cache(4096)
+def _fallback(prefill: str, prefill_address: str, decode: str, decode_address: str) -> bytes:
+    """A serialised answer with one more fallback."""
+    pair = pb.Pair(prefill=_place(prefill, prefill_address), decode=_place(decode, decode_address))
+    return pb.ScheduleResponse(assignment=pb.Assignment(fallbacks=[pair])).SerializeToString()
 
 
 def _check_report(report: pb.ReportRequest) -> None:
@@ -122,23 +135,24 @@ def _check_report(report: pb.ReportRequest) -> None:
 def response_of(answer: Assignment | Rejection) -> pb.ScheduleResponse:
     """The message for an answer."""
     if isinstance(answer, Assignment):
-        return pb.ScheduleResponse(
-            request_id=answer.request_id,
-            policy=answer.policy,
-            fell_back=answer.fell_back,
-            assignment=pb.Assignment(
-                prefill=_endpoint(answer.prefill),
-                decode=_endpoint(answer.decode),
-                source=int(answer.source),  # type: ignore[arg-type]
-                holder=_endpoint(answer.holder) if answer.holder else None,
-                fallbacks=[pb.Pair(prefill=_endpoint(p), decode=_endpoint(d)) for p, d in answer.fallbacks],
-                input_tokens=answer.input_tokens,
-                reused_tokens=answer.reused_tokens,
-                predicted_ttft_s=answer.predicted_ttft_s,
-                predicted_tbt_s=answer.predicted_tbt_s,
-                lease_s=answer.lease_s,
-            ),
-        )
+        p, d = answer.prefill, answer.decode
+        named = [_chosen(p.id, p.address, d.id, d.address)]
+        for p, d in answer.fallbacks:
+            named.append(_fallback(p.id, p.address, d.id, d.address))
+        response = pb.ScheduleResponse.FromString(b"".join(named))  # messages end to end are one, merged
+        response.request_id = answer.request_id
+        response.policy = answer.policy
+        response.fell_back = answer.fell_back
+        assignment = response.assignment
+        assignment.source = int(answer.source)  # type: ignore[assignment]
+        if answer.holder is not None:
+            assignment.holder.CopyFrom(_place(answer.holder.id, answer.holder.address))
+        assignment.input_tokens = answer.input_tokens
+        assignment.reused_tokens = answer.reused_tokens
+        assignment.predicted_ttft_s = answer.predicted_ttft_s
+        assignment.predicted_tbt_s = answer.predicted_tbt_s
+        assignment.lease_s = answer.lease_s
+        return response
     return pb.ScheduleResponse(
         request_id=answer.request_id,
         policy=answer.policy,
