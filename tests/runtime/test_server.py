@@ -140,7 +140,6 @@ def test_a_request_from_beginning_to_end(sidecar):
         assert stub.Report(pb.ReportRequest(events=[pb.Event(request_id="whole", **what)])).unknown == 0
 
     assert state().in_flight == 1
-    assert worker(chosen.prefill.id).queue_s > 0.0
     assert worker(chosen.decode.id).pending_requests == 1
     report(prefill_started=pb.PrefillStarted())
     report(prefill_done=pb.PrefillDone(prefill_s=0.1, ttft_s=0.2))
