@@ -274,11 +274,12 @@ def make_policy(name: str) -> Policy:
 
 def _imported(name: str, module: str, attribute: str) -> Policy:
     try:
-        kind = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
-        raise PolicyError(f"policy {name!r}: cannot import {module!r}: {error}") from None
-    except AttributeError:
-        raise PolicyError(f"policy {name!r}: module {module!r} has no {attribute!r}") from None
+        found = importlib.import_module(module)
+    except Exception as error:  # whatever the module does when it is imported
+        raise PolicyError(f"policy {name!r}: cannot import {module!r}: {type(error).__name__}: {error}") from error
+    kind = getattr(found, attribute, None)
+    if kind is None:
+        raise PolicyError(f"policy {name!r}: module {module!r} has no {attribute!r}")
     try:
         made = kind()
     except Exception as error:

@@ -768,6 +768,8 @@ class Health(health_pb2_grpc.HealthServicer):
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
+            if self.scheduler.draining:
+                return  # an open watch would hold the drain up
             await asyncio.sleep(self.POLL_S)
 
 

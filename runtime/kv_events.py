@@ -394,6 +394,8 @@ class KvEventSubscriber:
                 return
             await self._restarted(seq)
         elif seq > self.last_seq + 1 and not (self.last_seq < 0 and self.replay_endpoint is None):
+            if not self._readable(payload):
+                return
             self.gaps += 1
             self.synced = False
             # From the last one known on, to see by it that the publisher is still the same.
@@ -405,6 +407,16 @@ class KvEventSubscriber:
             await self._apply(seq, payload)
         else:
             self.duplicates += 1  # the replay brought it
+
+    def _readable(self, payload: bytes) -> bool:
+        """Whether it is a batch at all: nothing is to be given up for the number on something else."""
+        try:
+            decode(payload, self.stream, self._batch)
+        except EventError as error:
+            self.decode_errors += 1
+            self._tell("gap", "a batch out of order cannot be read: %s", error)
+            return False
+        return True
 
     def _is_new(self, seq: int, payload: bytes) -> bool:
         """Whether a batch with a number already passed is of a publisher that started anew: the number was another
@@ -458,8 +470,10 @@ class KvEventSubscriber:
             self.last_seq = self.seen_seq = -1
 
     async def _replay_once(self, start: int) -> bool:
-        """One replay; whether a batch differed from the one known by its number."""
+        """One replay; whether it shows another publisher: a batch differed from the one known by its number, or the
+        last one known is not there and none after it, which a publisher always has."""
         assert self.replay_endpoint is not None
+        known, newest = self.last_seq, -1
         socket = self._connect(zmq.DEALER, self.replay_endpoint)
         try:
             await asyncio.wait_for(socket.send_multipart([b"", start.to_bytes(_WORD, "big")]), self.replay_timeout_s)
@@ -473,8 +487,9 @@ class KvEventSubscriber:
                     continue
                 word, payload = frames[-2:]
                 if word == _END:
-                    return False
+                    return newest < known
                 seq = int.from_bytes(word, "big")
+                newest = max(newest, seq)
                 self.seen_seq = max(self.seen_seq, seq)
                 if seq <= self.last_seq:
                     mark = self._marks.get(seq)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -217,6 +219,13 @@ def test_options() -> None:
 def test_errors_say_what_was_expected(name: str, message: str) -> None:
     with pytest.raises(PolicyError, match=message.replace("(", r"\(").replace("+", r"\+")):
         make_policy(name)
+
+
+def test_a_module_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "unfinished_policy.py").write_text("class Mine:\n    def decide(self")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PolicyError, match="cannot import 'unfinished_policy': SyntaxError"):
+        make_policy("unfinished_policy:Mine")
 
 
 class Broken:

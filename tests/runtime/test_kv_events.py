@@ -725,6 +725,42 @@ async def test_twice_and_out_of_order() -> None:
 
 
 @run
+async def test_a_publisher_that_started_anew_and_has_less_to_tell() -> None:
+    """While the subscriber was away: the replay does not get as far as what is known already."""
+    publisher, index = Publisher(), new_index()
+    async with following(publisher, index) as subscriber:
+        for i in range(3):
+            await publisher.publish(block(i))
+        await caught_up(publisher, subscriber)
+        last, mark = subscriber.last_seq, subscriber.last_mark
+    publisher.buffer, publisher.seq = deque(), 0
+    await publisher.publish(block(50), lose=True)
+    context = zmq.asyncio.Context()
+    fresh = KvEventSubscriber(index, 0, publisher.endpoint, publisher.replay_endpoint, context=context)
+    fresh.resume(last, mark)
+    async with fresh:
+        await until(lambda: fresh.synced)
+        assert (fresh.restarts, fresh.last_seq) == (1, 0)
+        assert index.host_used[0] == 1
+    publisher.close()
+    context.destroy(0)
+
+
+@run
+async def test_a_number_on_something_unreadable_takes_nothing_away() -> None:
+    publisher, index = Publisher(replay=False), new_index()
+    async with following(publisher, index) as subscriber:
+        await publisher.publish(block(0))
+        await caught_up(publisher, subscriber)
+        await publisher.send(1 << 62, b"\xc1\xff")
+        await until(lambda: subscriber.decode_errors == 1)
+        await publisher.publish(block(1, 1))
+        await until(lambda: index.host_used[0] == 2)
+        assert (subscriber.gaps, subscriber.losses) == (0, 0)
+    publisher.close()
+
+
+@run
 async def test_bad_messages_are_counted() -> None:
     publisher, index = Publisher(), new_index()
     async with following(publisher, index) as subscriber:
