@@ -65,13 +65,18 @@ def _instance(rng: random.Random, prefix_cache: int, chunked: int) -> dict[str, 
 
 
 def run_both(seed: int) -> ReferenceCoupled:
-    cluster, instances, requests = coupled_case(seed)
+    return compare(*coupled_case(seed), f"seed {seed}")
+
+
+def compare(
+    cluster: dict[str, Any], instances: list[dict[str, Any]], requests: list[Request], case: str
+) -> ReferenceCoupled:
     reference = ReferenceCoupled(cluster, instances, requests)
     reference.replay()
     tables = records(COUPLED_CLUSTER, [cluster]), records(COUPLED_PARAMETERS, instances)
     outcomes = CoupledSimulator(tables, as_trace(requests, cluster["block_tokens"])).replay().outcomes
     for i, (ours, theirs) in enumerate(zip(outcomes, reference.outcomes, strict=True)):
-        where = f"seed {seed}, request {i}"
+        where = f"{case}, request {i}"
         assert Status(ours["status"]).name.lower() == theirs["status"], where
         assert ours["prefill"] == ours["decode"] == theirs["instance"], where
         assert ours["reused_tokens"] == ours["device_tokens"] == theirs["reused_tokens"], where
@@ -241,6 +246,21 @@ def test_a_trace(name: str) -> None:
     row = check(trace, name)
     assert row["completed"] == 1500
     assert (row["hit_rate"] > 0) == name.endswith("-prefix")
+
+
+@pytest.mark.parametrize("prefix_cache", [0, 1])
+@pytest.mark.parametrize("chunk_tokens", [0, 2048])
+def test_agrees_on_real_sizes(prefix_cache: int, chunk_tokens: int) -> None:
+    trace = builtin("conversation", seed=0).rows(0, 150).speed_up(3.0)
+    requests = [
+        Request(float(trace.arrival_s[i]), int(n), int(o), trace.blocks(i).tolist())
+        for i, (n, o) in enumerate(zip(trace.input_tokens, trace.output_tokens))
+    ]
+    head, nodes = load_coupled("vllm-4m").parameters()
+    changes = {"prefix_cache": prefix_cache, "chunk_tokens": chunk_tokens, "kv_capacity_tokens": 200_000}
+    instances = [{name: node[name].item() for name in nodes.dtype.names} | changes for node in nodes]
+    seen = compare({name: head[0][name].item() for name in head.dtype.names}, instances, requests, "real sizes").seen
+    assert (seen["eviction"] > 0) == prefix_cache
 
 
 def test_a_window_is_what_its_rows_are() -> None:
