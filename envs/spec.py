@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import yaml
@@ -23,7 +23,15 @@ from pydantic import (
 )
 
 from .hardware import DecodeTimes, HardwareProfile, PrefillTimes, profiles
-from .state import CLUSTER_PARAMETERS, DECODE_PARAMETERS, PREFILL_PARAMETERS, Parameters
+from .state import (
+    CLUSTER_PARAMETERS,
+    COUPLED_CLUSTER,
+    COUPLED_PARAMETERS,
+    DECODE_PARAMETERS,
+    PREFILL_PARAMETERS,
+    Parameters,
+    Records,
+)
 
 
 class SpecError(ValueError):
@@ -54,17 +62,14 @@ class Slo(_Strict):
     )
 
 
-class Pool(_Strict):
-    """Equal nodes of one pool. Fields that are given override the hardware profile's."""
-
-    _times_of: ClassVar[str]
+class Nodes(_Strict):
+    """Equal nodes. Fields that are given override the hardware profile's."""
 
     count: int = Field(gt=0, le=4096)
     hardware: str | HardwareProfile
-    nic_bytes_per_s: PositiveFloat | None = None
 
     @model_validator(mode="after")
-    def _known_hardware(self) -> Pool:
+    def _known_hardware(self) -> Nodes:
         if isinstance(self.hardware, str) and self.hardware not in profiles():
             raise ValueError(
                 f"no hardware profile is called {self.hardware!r}; built in are {', '.join(sorted(profiles()))}, "
@@ -72,14 +77,25 @@ class Pool(_Strict):
             )
         return self
 
+    def _profile_with(self, given: dict[str, Any]) -> HardwareProfile:
+        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
+        return HardwareProfile.model_validate(base.model_dump() | given)
+
+
+class Pool(Nodes):
+    """Equal nodes of one pool. Fields that are given override the hardware profile's."""
+
+    _times_of: ClassVar[str]
+
+    nic_bytes_per_s: PositiveFloat | None = None
+
     @property
     def profile(self) -> HardwareProfile:
         """The hardware profile with this pool's own fields in place."""
-        base = profiles()[self.hardware] if isinstance(self.hardware, str) else self.hardware
         given = self.model_dump(exclude={"count", "hardware"}, exclude_none=True)
         if "times" in given:
             given[self._times_of] = given.pop("times")
-        return HardwareProfile.model_validate(base.model_dump() | given)
+        return self._profile_with(given)
 
 
 class PrefillPool(Pool):
@@ -195,6 +211,70 @@ class ClusterSpec(_Strict):
         return Parameters(cluster, prefill, decode)
 
 
+class CoupledPool(Nodes):
+    """Nodes that do both phases, as vLLM's do: the papers' baseline (docs/physics.md, "Coupled instances")."""
+
+    prefill: PrefillTimes | None = None
+    decode: DecodeTimes | None = None
+    decode_kv_tokens: PositiveInt | None = Field(default=None, description="KV a node has VRAM for")
+    max_batch: PositiveInt | None = None
+    prefix_cache: bool = Field(default=False, description="reuse prefixes still in VRAM")
+    chunk_tokens: PositiveInt | None = Field(
+        default=None, description="prefill tokens an iteration carries at most; none: prefill blocks decode"
+    )
+
+    @property
+    def profile(self) -> HardwareProfile:
+        """The hardware profile with this pool's own fields in place."""
+        return self._profile_with(
+            self.model_dump(exclude={"count", "hardware", "prefix_cache", "chunk_tokens"}, exclude_none=True)
+        )
+
+
+class CoupledSpec(_Strict):
+    """A cluster of coupled instances, of one or more kinds of node."""
+
+    name: str = "coupled"
+    coupled: tuple[CoupledPool, ...] = Field(min_length=1)
+    slo: Slo = Slo()
+    block_tokens: PositiveInt = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
+
+    @property
+    def n_instances(self) -> int:
+        return sum(pool.count for pool in self.coupled)
+
+    @property
+    def checksum(self) -> str:
+        """Identifies the cluster in results."""
+        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
+
+    def parameters(self) -> tuple[Records, Records]:
+        """What the kernel reads: COUPLED_CLUSTER [1], COUPLED_PARAMETERS [I] in the order of the pools."""
+        cluster = np.zeros(1, COUPLED_CLUSTER)
+        cluster[0] = (self.block_tokens, self.slo.ttft_s, self.slo.tbt_s, self.slo.tbt_tail_share)
+        nodes = np.zeros(self.n_instances, COUPLED_PARAMETERS)
+        i = 0
+        for pool in self.coupled:
+            node = pool.profile
+            nodes[i : i + pool.count] = (
+                node.prefill.base_s,
+                node.prefill.linear_s,
+                node.prefill.quadratic_s,
+                node.decode.base_s,
+                node.decode.per_request_s,
+                node.decode.per_token_s,
+                node.decode_kv_tokens,
+                node.max_batch,
+                pool.prefix_cache,
+                pool.chunk_tokens or 0,
+            )
+            i += pool.count
+        return cluster, nodes
+
+
+Spec = TypeVar("Spec", ClusterSpec, CoupledSpec)
+
+
 @cache
 def _builtin() -> dict[str, dict[str, Any]]:
     text = (resources.files(__package__) / "clusters.yaml").read_text()
@@ -202,8 +282,13 @@ def _builtin() -> dict[str, dict[str, Any]]:
 
 
 def cluster_names() -> list[str]:
-    """Names of the built-in clusters."""
-    return list(_builtin())
+    """Names of the built-in clusters with a prefill and a decode pool."""
+    return [name for name, fields in _builtin().items() if "coupled" not in fields]
+
+
+def coupled_names() -> list[str]:
+    """Names of the built-in clusters of coupled instances."""
+    return [name for name, fields in _builtin().items() if "coupled" in fields]
 
 
 def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
@@ -214,6 +299,8 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
     """
     if isinstance(name, ClusterSpec):
         return name
+    if str(name) in coupled_names():
+        raise SpecError(f"{name}: its instances do both prefill and decode, which only envs.coupled simulates")
     if str(name) in _builtin():
         return validate_cluster(_builtin()[str(name)] | {"name": str(name)}, str(name))
     sizes = re.fullmatch(r"([1-9]\d{0,3})p([1-9]\d{0,3})d", str(name))
@@ -233,13 +320,37 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
             f"no cluster is called {str(name)!r} and no such file exists; built in are {', '.join(cluster_names())} "
             "and any <prefills>p<decodes>d, e.g. 5p11d"
         )
+    return validate_cluster(_fields_of(path, "prefill and decode pools"), str(path))
+
+
+def load_coupled(name: str | Path | CoupledSpec) -> CoupledSpec:
+    """A cluster of coupled instances: a built-in one by name (`vllm-16m-prefix`), or a YAML file.
+
+    Raises:
+        SpecError: no such cluster or file, or a field that is unknown or impossible; names the field.
+    """
+    if isinstance(name, CoupledSpec):
+        return name
+    if str(name) in coupled_names():
+        return _validated(CoupledSpec, _builtin()[str(name)] | {"name": str(name)}, str(name))
+    path = Path(name)
+    if not path.is_file():
+        raise SpecError(
+            f"no cluster of coupled instances is called {str(name)!r} and no such file exists; built in are "
+            f"{', '.join(coupled_names())}"
+        )
+    return _validated(CoupledSpec, _fields_of(path, "coupled pools"), str(path))
+
+
+def _fields_of(path: Path, content: str) -> dict[str, Any]:
+    """What a cluster file says, with the name of the file."""
     try:
         fields = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise SpecError(f"{path}: not YAML: {error}") from None
     if not isinstance(fields, dict):
-        raise SpecError(f"{path}: expected a mapping with prefill and decode pools, found {type(fields).__name__}")
-    return validate_cluster({"name": path.stem} | fields, str(path))
+        raise SpecError(f"{path}: expected a mapping with {content}, found {type(fields).__name__}")
+    return {"name": path.stem} | fields
 
 
 def validate_cluster(fields: dict[str, Any], where: str) -> ClusterSpec:
@@ -248,8 +359,12 @@ def validate_cluster(fields: dict[str, Any], where: str) -> ClusterSpec:
     Raises:
         SpecError: one line for each wrong field, each with `where` before it.
     """
+    return _validated(ClusterSpec, fields, where)
+
+
+def _validated(kind: type[Spec], fields: dict[str, Any], where: str) -> Spec:
     try:
-        return ClusterSpec.model_validate(fields)
+        return kind.model_validate(fields)
     except ValidationError as error:
         problems = error.errors()
         lines = []

@@ -450,3 +450,81 @@ class World(NamedTuple):
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
     scratch_capacity: NDArray[np.float64]  # [2, 2 P + D]
     scratch_members: NDArray[np.int32]  # [2 R]
+
+
+# --- coupled instances (docs/physics.md, "Coupled instances") ---------------------------------------------------
+
+COUPLED_CLUSTER = np.dtype(
+    [("block_tokens", "i8"), ("ttft_slo_s", "f8"), ("tbt_slo_s", "f8"), ("tbt_tail_share", "f8")], align=True
+)
+COUPLED_PARAMETERS = np.dtype(
+    [
+        ("base_s", "f8"),
+        ("linear_s", "f8"),
+        ("quadratic_s", "f8"),
+        ("step_base_s", "f8"),
+        ("step_request_s", "f8"),
+        ("step_token_s", "f8"),
+        ("kv_capacity_tokens", "i8"),
+        ("max_batch", "i8"),
+        ("prefix_cache", "i8"),
+        ("chunk_tokens", "i8"),  # 0: prefill blocks decode
+    ],
+    align=True,
+)
+COUPLED_INSTANCE = np.dtype(
+    [
+        ("phase", "i8"),
+        ("outstanding", "i8"),
+        ("running", "i8"),
+        ("batch", "i8"),  # members
+        ("kv_tokens", "f8"),  # their context tokens at updated_s
+        ("own_tokens", "i8"),  # VRAM of running requests outside blocks
+        ("used_blocks", "i8"),
+        ("cached_blocks", "i8"),  # resident, used by nobody; from the one to evict next to the latest released:
+        ("cached_first", "i4"),
+        ("cached_last", "i4"),
+        ("waiting_first", "i4"),
+        ("waiting_last", "i4"),
+        ("prefill_first", "i4"),  # requests with a piece in the present iteration
+        ("prefill_last", "i4"),
+        ("iteration", "i8"),
+        ("segments", "i8"),
+        ("planned", "i8"),  # iterations until the next boundary that matters
+        ("step_s", "f8"),  # first iteration of the present segment
+        ("growth_s", "f8"),  # by how much each next iteration is longer
+        ("stall_s", "f8"),  # prefill before the present segment, or since the last one
+        ("updated_s", "f8"),
+        ("due_s", "f8"),
+    ],
+    align=True,
+)
+COUPLED_JOB = np.dtype(
+    [
+        ("next", "i4"),  # in the FIFO it is in
+        ("done", "i4"),  # tokens of its prompt that are reused or computed
+        ("piece", "i4"),  # tokens of each present iteration
+        ("first_segment", "i8"),
+        ("stall_before_s", "f8"),  # of the stall before its first segment, what was over when it joined
+    ],
+    align=True,
+)
+COUPLED_CELL = np.dtype(  # a block on an instance; the chain is that of resident blocks that nobody uses
+    [("before", "i4"), ("after", "i4"), ("users", "i4"), ("resident", "i4")], align=True
+)
+
+
+class CoupledTables(NamedTuple):
+    """A cluster of I coupled instances and the requests it gets; B distinct blocks."""
+
+    cluster: Records  # COUPLED_CLUSTER [1]
+    nodes: Records  # COUPLED_PARAMETERS [I]
+    instances: Records  # COUPLED_INSTANCE [I]
+    requests: Records  # REQUEST [R], in order of arrival; `first` is a place in `block_ids`
+    block_ids: NDArray[np.int32]
+    outcomes: Records  # OUTCOME [R]
+    jobs: Records  # COUPLED_JOB [R]
+    cells: Records  # COUPLED_CELL [I, B]
+    members: Records  # MEMBER [I, batch_limit], by leaving iteration, last first
+    segments: Records  # SEGMENT [I, ring]
+    scratch_tail: NDArray[np.float64]  # [4, 2 ring]

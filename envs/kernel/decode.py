@@ -189,7 +189,7 @@ def _leave(world, parameters, d):
         engine_of(world).error = OVERFLOW_SEGMENTS
         return
     share = cluster_of(parameters).tbt_tail_share
-    tail_s, mean_s = tail_mean(world, d, first, timer.segments, o - 1, share)
+    tail_s, mean_s = tail_mean(world, d, first, timer.segments, o - 1, share, 0.0)
     finish(world, parameters, request, tail_s, mean_s)
 
 

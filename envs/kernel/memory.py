@@ -47,6 +47,10 @@ WORLD = header_dtype(
     ),
 )
 OBSERVATION = header_dtype(_state.Observation, ("prefills", "decodes"))
+COUPLED = header_dtype(  # `decodes` are its instances: accessors of a world serve it too
+    _state.CoupledTables,
+    ("decodes", "request_capacity", "reference_capacity", "block_capacity", "ring", "batch_limit"),
+)
 
 
 def headers(dtype: np.dtype, tables: Any, count: int, **sizes: int) -> np.ndarray:
@@ -475,3 +479,45 @@ def source_allowed(observation, p, source):
 @compiled
 def decode_allowed(observation, d):
     return u1_at(observation.decode_mask)[check(d, observation.decodes)] != 0
+
+
+# --- coupled instances ------------------------------------------------------------------------------------------------
+
+_coupled_cluster_at = _record_at(_state.COUPLED_CLUSTER)
+_coupled_parameters_at = _record_at(_state.COUPLED_PARAMETERS)
+_coupled_instance_at = _record_at(_state.COUPLED_INSTANCE)
+_coupled_job_at = _record_at(_state.COUPLED_JOB)
+_coupled_cell_at = _record_at(_state.COUPLED_CELL)
+
+
+@compiled
+def coupled_cluster_of(tables):
+    return _coupled_cluster_at(tables.cluster, 0)
+
+
+@compiled
+def coupled_node_of(tables, i):
+    return _coupled_parameters_at(tables.nodes, check(i, tables.decodes))
+
+
+@compiled
+def coupled_instance_of(tables, i):
+    return _coupled_instance_at(tables.instances, check(i, tables.decodes))
+
+
+@compiled
+def coupled_job_of(tables, request):
+    return _coupled_job_at(tables.jobs, check(request, tables.request_capacity))
+
+
+@compiled
+def coupled_cell_of(tables, i, block):
+    cell = check(i, tables.decodes) * tables.block_capacity + check(block, tables.block_capacity)
+    return _coupled_cell_at(tables.cells, cell)
+
+
+@compiled
+def coupled_block_of(tables, request, position):
+    """The block at a position of a request."""
+    first = request_of(tables, request).first
+    return np.int64(i4_at(tables.block_ids)[check(first + position, tables.reference_capacity)])

@@ -15,8 +15,10 @@ from .memory import f8_at, segment_of
 
 
 @compiled
-def tail_mean(world, d, first, last, intervals, share):
+def tail_mean(world, d, first, last, intervals, share, first_stall_s):
     """(mean of the longest `share` of intervals, mean of all) over segments first .. last - 1 of decode d.
+
+    `first_stall_s`: of the stall before the first segment, what this request was there for.
 
     Works in `world.scratch_tail` [4, 2 ring]: of each run of intervals the longest, the step between, how many, and
     how many are at least the pivot.
@@ -31,7 +33,7 @@ def tail_mean(world, d, first, last, intervals, share):
     plain_s = 0.0  # the longest interval without a stall before it
     for s in range(first, last):
         segment = segment_of(world, d, s)
-        stalled = segment.stall_s if s > first else 0.0
+        stalled = segment.stall_s if s > first else first_stall_s
         more = segment.count - 1.0
         longest = segment.step_s + segment.growth_s * more
         total += segment.count * (longest + segment.step_s) * 0.5 + stalled
@@ -41,7 +43,7 @@ def tail_mean(world, d, first, last, intervals, share):
     above_s = 0.0
     for s in range(first, last):
         segment = segment_of(world, d, s)
-        stalled = segment.stall_s if s > first else 0.0
+        stalled = segment.stall_s if s > first else first_stall_s
         more = segment.count - 1.0
         plain = segment.count
         if stalled > 0.0:
