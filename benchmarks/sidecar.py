@@ -54,7 +54,7 @@ SWIFT = {  # a node for which thousands of prompts a second are little: what is 
     "decode_kv_tokens": 1 << 28,
 }
 
-CLUSTER = {
+CLUSTER: dict[str, Any] = {
     "block_tokens": BLOCK_TOKENS,
     "slo": {"ttft_s": 60.0, "tbt_s": 1.0},  # nothing is turned away
     "prefill": [{"count": WORKERS // 2, "hardware": "h100x8-llama3-70b"}],
@@ -350,7 +350,7 @@ class Server:
         self.process.wait()
 
 
-async def messages_per_second(port: int, method: str, count: int, check: Callable[[bytes], bool]) -> float:
+async def messages_per_second(port: int, method: str, count: int, check: Callable[[Any], bool]) -> float:
     """Requests per second on one stream, with `WINDOW` of them on their way; all answers must pass a check."""
     import grpc
 
@@ -380,7 +380,7 @@ async def messages_per_second(port: int, method: str, count: int, check: Callabl
             room.release()
         taken = time.perf_counter() - start
         await sending
-    if len(answers) != count or not all(map(check, answers)):
+    if len(answers) != count or not all(check(answer) for answer in answers):
         raise ValueError(f"{method}: {len(answers)} answers to {count} messages, or one that is no assignment")
     return count / taken
 
@@ -399,7 +399,7 @@ def stream_rates(rounds: int = 5, count: int = 3000) -> dict[str, float]:
         path = Path(folder) / "cluster.yaml"
         workers = [
             {k: v for k, v in worker.items() if k not in ("address", "kv_events")} for worker in CLUSTER["workers"]
-        ]  # type: ignore[attr-defined]
+        ]
         nodes = [{"count": WORKERS // 2, "hardware": SWIFT}]
         swift = {"prefill": nodes, "decode": nodes, "prior_decode_s": 0.05, "workers": workers}
         path.write_text(yaml.safe_dump(CLUSTER | swift))

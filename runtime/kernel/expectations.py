@@ -8,7 +8,7 @@ import numpy as np
 
 from envs.kernel.compile import compiled
 from envs.kernel.memory import _record_at as record_at
-from envs.kernel.memory import i8_at
+from envs.kernel.memory import i8_at, prefetch
 from envs.state import HOST, PENDING, TRANSIT
 
 from .block_table import (
@@ -29,6 +29,7 @@ from .block_table import (
 
 PAIR = np.dtype([("key", "i8"), ("value", "i8")])  # key 0 is an empty pair
 ROUTE = np.dtype([("hash", "u8"), ("number", "i4"), ("instance", "i4"), ("expires_us", "i8")])
+PAIR_BYTES = PAIR.itemsize
 _pair_at: Any = record_at(PAIR)
 _route_at: Any = record_at(ROUTE)
 
@@ -46,6 +47,11 @@ def _search_pair(table, mask, shift, key):
         if pair.key == 0 or pair.key == key:
             return at
         at = (at + 1) & mask
+
+
+@compiled
+def _prefetch_pair(table, shift, key):
+    prefetch(table + PAIR_BYTES * home(np.uint64(key), shift))
 
 
 @compiled
@@ -130,6 +136,8 @@ def bring(at, p, hashes, known, numbers):
     before = np.int64(-1)
     for i in range(count):
         number = np.int64(-1)
+        if i + AHEAD < len(known):
+            _prefetch_pair(index.expected, index.expected_shift, _pair_key(np.int64(known[i + AHEAD]), p))
         if i < len(known):
             number = np.int64(known[i])
             cell = cell_of(index, number)
@@ -159,9 +167,19 @@ def unexpect(at, p, numbers):
     bad = first_bad(index, numbers, True)
     if bad >= 0:
         return bad
+    return settle(at, p, numbers)
+
+
+@compiled
+def settle(at, p, numbers):
+    """`unexpect` numbers that are in use for certain."""
+    index = index_at(at, 0)
+    bad = -1
     index.exhausted = 0
     for i in range(len(numbers) - 1, -1, -1):
         number = np.int64(numbers[i])
+        if i >= AHEAD:
+            _prefetch_pair(index.expected, index.expected_shift, _pair_key(np.int64(numbers[i - AHEAD]), p))
         place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
         pair = _pair_at(index.expected, place)
         if pair.key == 0:
@@ -211,6 +229,10 @@ def forget(at, now_us):
         index.route_first < index.route_last
         and _route_at(index.routes, index.route_first & index.route_mask).expires_us <= now_us
     ):
+        if index.route_first + AHEAD < index.route_last:
+            later = _route_at(index.routes, (index.route_first + AHEAD) & index.route_mask)
+            key = _pair_key(np.int64(later.number), np.int64(later.instance))
+            _prefetch_pair(index.routed, index.routed_shift, key)
         done += _forget_first(index)
     return done
 
@@ -229,16 +251,18 @@ def route(at, p, hashes, held, expires_us):
     before = np.int64(-1)
     done = 0
     for i in range(len(hashes)):
+        if i + AHEAD < len(held):
+            _prefetch_pair(index.routed, index.routed_shift, _pair_key(np.int64(held[i + AHEAD]), p))
         before = np.int64(held[i]) if i < len(held) else number_of(index, hashes[i], before)
         if before < 0:
             break
         done += 1
         put(index, before, p, ROUTED)
-        cell_of(index, before).held += 1  # not to be recycled while the ring makes room
         if index.route_last - index.route_first > index.route_mask:
+            cell_of(index, before).held += 1  # not to be recycled while the ring makes room
             _forget_first(index)
-        cell_of(index, before).held -= 1
-        put(index, before, p, ROUTED)  # should the ring have forgotten just this one
+            cell_of(index, before).held -= 1
+            put(index, before, p, ROUTED)  # should the ring have forgotten just this one
         entry = _route_at(index.routes, index.route_last & index.route_mask)
         index.route_last += 1
         entry.hash = hashes[i]

@@ -26,7 +26,7 @@ from envs.kernel.memory import (
 )
 from envs.state import HOST, Source
 
-from .expectations import bring, route, unexpect
+from .expectations import bring, route, settle
 from .ledger import ledger_of, parameters_of, state_of
 
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
@@ -166,7 +166,7 @@ def prefilled(at, hashes, blocks, p, d, input_tokens, slot, at_s, prefill_s, run
     parameters = parameters_of(ledger)
     if until_us >= 0 and route(ledger.index, p, hashes, blocks, until_us) == -2:
         return -1.0
-    unexpect(ledger.index, p, blocks)
+    settle(ledger.index, p, blocks)
     if running != 0:
         prefill_of(state, p).running = 0
     clock_of(state).prefill_s += prefill_s
