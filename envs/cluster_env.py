@@ -32,6 +32,7 @@ from traces import Trace
 from traces import load as load_trace
 
 from .kernel import replay as _replay
+from .kernel.compile import entry_point
 from .simulator import Simulator
 from .spec import ClusterSpec, load_cluster
 from .state import (
@@ -140,11 +141,22 @@ class _Clusters:
             "cluster": (len(CLUSTER_FEATURES.names or ()),),
         }
         self.settled = np.zeros((count, 5))
-        self.before = np.zeros((count, 5))
         self.done = np.zeros(count, np.bool_)
+        self.ended = 0  # how many are done
+        self.elapsed_s = np.zeros(count)
         self.started = False
+        self._shapes = [(count, *shape) for shape in self.table_shapes.values()]
         self.masks, self._tables = self._new_tables()
         self._handed_out = False  # whether somebody else has the present tables
+        simulator = self.simulator
+        self._weights = rewards.weights
+        self._head = (simulator.worlds, simulator.parameters, simulator.observations)
+        actions, row = np.zeros(count, np.int64), np.zeros(count)
+        shown = (self.masks, *self._tables)
+        self._step = entry_point(
+            _replay.step_and_show, *self._head, actions, self._weights, self.done, self.settled, row, row, *shown
+        )
+        self._show = entry_point(_replay.show, simulator.worlds, simulator.observations, self.settled, *shown, 0)
 
     def observation_space(self) -> gym.spaces.Dict:
         return gym.spaces.Dict(
@@ -182,14 +194,9 @@ class _Clusters:
         self.simulator.observe(c)
         if self._handed_out:
             self.masks = self.masks.copy()
-            self._tables = {name: table.copy() for name, table in self._tables.items()}
+            self._tables = [table.copy() for table in self._tables]
             self._handed_out = False
-        simulator = self.simulator
-        request, prefill, decode, cluster = self._tables.values()
-        _replay.show(
-            simulator.worlds, simulator.observations, self.settled, self.masks, request, prefill, decode, cluster, c
-        )
-        self.before[c] = 0.0
+        self._show(self.simulator.worlds, self.simulator.observations, self.settled, self.masks, *self._tables, c)
         self.done[c] = False
         return {"start": first, "load": load}
 
@@ -207,7 +214,10 @@ class _Clusters:
                 tables.decode[c, d][name] = self.base.decode[d][name] / factor
 
     def step(self, actions: NDArray[np.int64]) -> NDArray[np.float64]:
-        """One decision in every cluster; returns rewards [C]. `done` and the masks are then up to date."""
+        """One decision in every cluster; returns rewards [C].
+
+        `done`, `ended`, `settled`, `elapsed_s` (a new array each time) and the masks are then up to date.
+        """
         count = len(self.done)
         if actions.dtype.kind not in "iu":
             raise ValueError(f"expected whole numbers as actions, got {actions.dtype}: {actions!r}")
@@ -215,35 +225,35 @@ class _Clusters:
             raise gym.error.ResetNeeded("call reset() before step()")
         if actions.shape != (count,):
             raise ValueError(f"expected {count} actions, got shape {actions.shape}")
-        simulator = self.simulator
         masks, tables = self._new_tables()
-        outcome = _replay.step_and_show(
-            simulator.worlds,
-            simulator.parameters,
-            simulator.observations,
-            actions.astype(np.int64, copy=False),
+        rewards, elapsed_s = np.empty(count), np.empty(count)
+        ended = self._step(
+            *self._head,
+            np.ascontiguousarray(actions, np.int64),
+            self._weights,
             self.done,
-            self.before,
+            self.settled,
+            rewards,
+            elapsed_s,
             masks,
-            *tables.values(),
+            *tables,
         )
-        if outcome == _replay.OUT_OF_RANGE:
+        if ended == _replay.OUT_OF_RANGE:
             raise ValueError(f"expected {count} actions in 0 .. {self.n_actions - 1}, got {actions!r}")
-        if outcome == _replay.FAILED:
-            simulator.raise_errors()
-        self.before, self.settled = self.settled, self.before
+        if ended == _replay.FAILED:
+            self.simulator.raise_errors()
+        self.ended, self.elapsed_s = ended, elapsed_s
         self.masks, self._tables, self._handed_out = masks, tables, False
-        return (self.settled - self.before) @ self.rewards.weights  # type: ignore[no-any-return]
+        return rewards
 
     def tables(self) -> dict[str, NDArray[np.float32]]:
         """The present observations as float32 tables, with a leading axis for the clusters; they will not change."""
         self._handed_out = True
-        return dict(self._tables)
+        return dict(zip(self.table_shapes, self._tables, strict=True))
 
-    def _new_tables(self) -> tuple[NDArray[np.bool_], dict[str, NDArray[np.float32]]]:
-        count = len(self.done)
-        tables = {name: np.empty((count, *shape), np.float32) for name, shape in self.table_shapes.items()}
-        return np.zeros((count, self.n_actions), np.bool_), tables
+    def _new_tables(self) -> tuple[NDArray[np.bool_], list[NDArray[np.float32]]]:
+        masks = np.empty((len(self.done), self.n_actions), np.bool_)
+        return masks, [np.empty(shape, np.float32) for shape in self._shapes]
 
     @property
     def now_s(self) -> NDArray[np.float64]:
@@ -300,10 +310,9 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         return self._observe(), self._info() | drawn
 
     def step(self, action: np.int64) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
-        before_s = float(self._clusters.now_s[0])
         reward = self._clusters.step(np.asarray([action]))
         self._note()
-        info = self._info() | {"elapsed_s": float(self._clusters.now_s[0]) - before_s}
+        info = self._info() | {"elapsed_s": float(self._clusters.elapsed_s[0])}
         return self._observe(), float(reward[0]), bool(self._clusters.done[0]), False, info
 
     def action_masks(self) -> NDArray[np.bool_]:
@@ -379,7 +388,8 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
         self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self.action_space = gym.vector.utils.batch_space(self.single_action_space, num_envs)
         self._mode = autoreset_mode
-        self._ended = np.zeros(num_envs, np.bool_)
+        self._ended: list[int] = []  # what the next step only resets
+        self._everywhere = np.ones(num_envs, np.bool_)
         self._rngs: list[np.random.Generator] = []
 
     @property
@@ -407,42 +417,44 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
             self._rngs = [np.random.default_rng(s) for s in seeds]
         for c in np.flatnonzero(mask):
             self._clusters.start(int(c), self._rngs[c], options)
-        self._ended[mask] = False
+        self._ended = [c for c in self._ended if not mask[c]]
         return self._clusters.tables(), self._info()
 
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[dict[str, NDArray[np.float32]], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
         actions = np.asarray(actions)
-        restart = np.flatnonzero(self._ended)
-        if len(restart):  # NEXT_STEP: this step only resets those that ended; nothing may be decided there
+        clusters = self._clusters
+        restart = self._ended
+        if restart:  # nothing may be decided there
             actions = actions.copy()
             actions[restart] = 0
-        before_s = self._clusters.now_s.copy()
-        rewards = self._clusters.step(actions)
-        elapsed_s = self._clusters.now_s - before_s
-        terminated = self._clusters.done.copy()
+        rewards = clusters.step(actions)
+        elapsed_s = clusters.elapsed_s
+        terminated = clusters.done.copy()
         for c in restart:
-            self._clusters.start(int(c), self._rngs[c])
+            clusters.start(c, self._rngs[c])
             rewards[c] = elapsed_s[c] = 0.0
             terminated[c] = False
         info: dict[str, Any] = {}
-        if self._mode == AutoresetMode.SAME_STEP and terminated.any():
+        ended = np.flatnonzero(terminated).tolist() if clusters.ended else []
+        if self._mode is AutoresetMode.NEXT_STEP:
+            self._ended = ended
+        elif ended and self._mode is AutoresetMode.SAME_STEP:
             info = self._final(terminated)
-            for c in np.flatnonzero(terminated):
-                self._clusters.start(int(c), self._rngs[c])
-        elif self._mode == AutoresetMode.NEXT_STEP:
-            self._ended = terminated.copy()
-        info |= self._info() | {"elapsed_s": elapsed_s, "_elapsed_s": np.ones(self.num_envs, np.bool_)}
-        return self._clusters.tables(), rewards, terminated, np.zeros(self.num_envs, np.bool_), info
+            for c in ended:
+                clusters.start(c, self._rngs[c])
+        info |= self._info()
+        info["elapsed_s"] = elapsed_s
+        info["_elapsed_s"] = self._everywhere.copy()
+        return clusters.tables(), rewards, terminated, np.zeros(self.num_envs, np.bool_), info
 
     def action_masks(self) -> NDArray[np.bool_]:
         """Which actions are valid, bool[num_envs, actions]."""
         return self._clusters.masks.copy()
 
     def _info(self) -> dict[str, Any]:
-        everywhere = np.ones(self.num_envs, np.bool_)
-        return {"action_mask": self._clusters.masks.view(np.int8), "_action_mask": everywhere}
+        return {"action_mask": self._clusters.masks.view(np.int8), "_action_mask": self._everywhere.copy()}
 
     def _final(self, ended: NDArray[np.bool_]) -> dict[str, Any]:
         tables = self._clusters.tables()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,11 @@ from numpy.typing import NDArray
 from traces import Trace
 
 from . import state as _state
+from .kernel import events as _events
 from .kernel import kvcache as _kvcache
 from .kernel import memory
 from .kernel import replay as _replay
-from .kernel.compile import announce
+from .kernel.compile import announce, entry_point
 from .runs import Runs
 from .spec import ClusterSpec
 from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Source, World
@@ -205,6 +207,11 @@ class Simulator:
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
         self._loaded: tuple[Trace, Runs, NDArray[np.int32]] | None = None
+        self._room_for: Trace | None = None  # a trace of which any window of so many requests fits
+        one_cluster = (self.worlds[0], self.parameters[0])
+        self._begin = entry_point(_replay.begin, *one_cluster, 0)
+        self._observe = entry_point(_replay.observe_arrival, *one_cluster, self.observations[0])
+        self._load: Callable[..., Any] | None = None
 
     @classmethod
     def with_room(
@@ -229,6 +236,7 @@ class Simulator:
             max_output_tokens=int(trace.output_tokens.max(initial=1)),
         )
         simulator._use(trace, runs)
+        simulator._room_for = trace
         return simulator
 
     @classmethod
@@ -266,19 +274,9 @@ class Simulator:
         if loaded is None or loaded[0] is not trace:
             loaded = self._use(trace, Runs.of(trace))
         _, runs, seen = loaded
-        requests = last - first
-        references, distinct, blocks = runs.counts(first, last)
-        longest = int(trace.output_tokens[first:last].max(initial=1))
-        for what, needed, room in (
-            ("requests", requests, self.batch.requests.shape[1]),
-            ("runs of blocks", references, self.batch.references.shape[1]),
-            ("distinct runs of blocks", distinct, self.batch.cells.shape[1]),
-            ("distinct blocks", blocks, self.batch.parts.shape[2]),
-            ("output tokens", longest + 2, self.batch.segments.shape[2]),
-        ):
-            if needed > room:
-                raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
-        _replay.load(
+        if trace is not self._room_for or last - first > self.batch.requests.shape[1]:
+            self._check_room(trace, runs, first, last)
+        arguments = (
             self.worlds[cluster],
             trace.arrival_s,
             float(speed),
@@ -293,16 +291,32 @@ class Simulator:
             last,
             seen,
         )
+        if self._load is None:
+            self._load = entry_point(_replay.load, *arguments)
+        self._load(*arguments)
+
+    def _check_room(self, trace: Trace, runs: Runs, first: int, last: int) -> None:
+        references, distinct, blocks = runs.counts(first, last)
+        longest = int(trace.output_tokens[first:last].max(initial=1))
+        for what, needed, room in (
+            ("requests", last - first, self.batch.requests.shape[1]),
+            ("runs of blocks", references, self.batch.references.shape[1]),
+            ("distinct runs of blocks", distinct, self.batch.cells.shape[1]),
+            ("distinct blocks", blocks, self.batch.parts.shape[2]),
+            ("output tokens", longest + 2, self.batch.segments.shape[2]),
+        ):
+            if needed > room:
+                raise ValueError(f"the window has {needed} {what}, this simulator has room for {room}")
 
     def begin(self, cluster: int, *, recheck: bool | None = None) -> None:
         """Empty a cluster and go back to its first request. `recheck` overrides the spec's `decode_recheck`."""
         if recheck is None:
             recheck = bool(self.parameter_tables.cluster["decode_recheck"][cluster, 0])
-        _replay.begin(self.worlds[cluster], self.parameters[cluster], int(recheck))
+        self._begin(self.worlds[cluster], self.parameters[cluster], int(recheck))
 
     def observe(self, cluster: int) -> bool:
         """Go to a cluster's next arrival and observe it; False when none is left (then the cluster has drained)."""
-        more = bool(_replay.observe_arrival(self.worlds[cluster], self.parameters[cluster], self.observations[cluster]))
+        more = bool(self._observe(self.worlds[cluster], self.parameters[cluster], self.observations[cluster]))
         self.raise_errors()
         return more
 
@@ -390,6 +404,7 @@ class Simulator:
 
     def outcomes(self, cluster: int) -> Records:
         """The `OUTCOME` records of a cluster's requests [R] (a view)."""
+        _events.empty_outcomes(self.worlds[cluster])
         return self.batch.outcomes[cluster, : self.requests(cluster)]
 
     def requests(self, cluster: int) -> int:

@@ -402,6 +402,9 @@ ENGINE = np.dtype(
         ("requests", "i8"),
         ("runs", "i8"),
         ("blocks", "i8"),
+        # how many have been emptied since `begin`: the others follow when their requests arrive
+        ("runs_met", "i8"),
+        ("outcomes_met", "i8"),
         ("active_flows", "i8"),
         ("uncapped_flows", "i8"),
         ("held_flows", "i8"),  # capped ones whose rate is below their cap

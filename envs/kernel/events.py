@@ -10,17 +10,20 @@ from ..state import Status
 from .compile import compiled
 from .decode import boundary, land_stream
 from .memory import (
+    CELL_BYTES,
     arrival_of,
-    cell_of,
     clock_of,
     cluster_of,
     decode_of,
     decode_timer_of,
     engine_of,
     eviction_of,
+    i8_at,
     outcome_of,
     prefill_of,
     prefill_timer_of,
+    reference_of,
+    request_of,
     state_of,
 )
 from .network import complete_flow, next_flow, schedule_network, take_landing
@@ -95,6 +98,62 @@ def decide(world, parameters, prefill, decode, source, ttft_s, tbt_s, fetch_s):
 
 
 @compiled
+def meet(world, request):
+    """`request` is about to be looked at: what it and its runs have in the tables is emptied, if it has not been.
+
+    Not at the start of an episode, when all of that would come from afar.
+    """
+    engine = engine_of(world)
+    if request >= engine.outcomes_met:
+        empty_outcome(world, request)
+        engine.outcomes_met = request + 1
+    asked = request_of(world, request)
+    row = (CELL_BYTES >> 3) * world.prefills
+    for i in range(asked.first, asked.first + asked.references):
+        run = np.int64(reference_of(world, i).run)  # numbered in order of appearance
+        if run >= engine.runs_met:
+            words = i8_at(world.cells + 8 * row * run)
+            for word in range(row):
+                words[word] = 0
+            engine.runs_met = run + 1
+
+
+@compiled
+def empty_outcome(world, r):
+    """Nothing is known of request r yet."""
+    outcome = outcome_of(world, r)
+    outcome.arrival_s = arrival_of(world, r)
+    outcome.status = 0
+    outcome.good = 0
+    outcome.prefill = -1
+    outcome.decode = -1
+    outcome.source = -1
+    outcome.fetched_blocks = 0
+    outcome.reused_tokens = 0
+    outcome.device_tokens = 0
+    outcome.predicted_ttft_s = np.nan
+    outcome.predicted_tbt_s = np.nan
+    outcome.prefill_start_s = np.nan
+    outcome.prefill_end_s = np.nan
+    outcome.prefill_s = np.nan
+    outcome.kv_ready_s = np.nan
+    outcome.join_s = np.nan
+    outcome.finish_s = np.nan
+    outcome.ttft_s = np.nan
+    outcome.tbt_s = np.nan
+    outcome.tbt_mean_s = np.nan
+
+
+@compiled
+def empty_outcomes(world):
+    """Empty the outcomes of all requests that have not arrived."""
+    engine = engine_of(world)
+    for r in range(engine.outcomes_met, engine.requests):
+        empty_outcome(world, r)
+    engine.outcomes_met = engine.requests
+
+
+@compiled
 def reset(world, parameters):
     """An empty cluster before the first request. The request columns are set already."""
     state = state_of(world)
@@ -163,39 +222,8 @@ def reset(world, parameters):
         run.step_s = 0.0
         run.growth_s = 0.0
         run.stall_s = 0.0
-    for run in range(engine.runs):
-        for p in range(world.prefills):
-            cell = cell_of(world, run, p)
-            cell.host = 0
-            cell.device = 0
-            cell.pending = 0
-            cell.transit = 0
-            cell.stamp = -1
-            cell.pins = 0
-            cell.cuts = 0
-            cell.ends = 0
-    for r in range(engine.requests):
-        outcome = outcome_of(world, r)
-        outcome.arrival_s = arrival_of(world, r)
-        outcome.status = 0
-        outcome.good = 0
-        outcome.prefill = -1
-        outcome.decode = -1
-        outcome.source = -1
-        outcome.fetched_blocks = 0
-        outcome.reused_tokens = 0
-        outcome.device_tokens = 0
-        outcome.predicted_ttft_s = np.nan
-        outcome.predicted_tbt_s = np.nan
-        outcome.prefill_start_s = np.nan
-        outcome.prefill_end_s = np.nan
-        outcome.prefill_s = np.nan
-        outcome.kv_ready_s = np.nan
-        outcome.join_s = np.nan
-        outcome.finish_s = np.nan
-        outcome.ttft_s = np.nan
-        outcome.tbt_s = np.nan
-        outcome.tbt_mean_s = np.nan
+    engine.runs_met = 0
+    engine.outcomes_met = 0
     engine.next_request = 0
     engine.active_flows = 0
     engine.uncapped_flows = 0

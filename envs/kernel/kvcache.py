@@ -131,7 +131,7 @@ def fill_blocks(world, words):
     words[:] = 0
     engine = engine_of(world)
     numbers = i4_at(world.run_blocks)
-    for run in range(engine.runs):
+    for run in range(engine.runs_met):
         stop = numbers[run + 1] if run + 1 < engine.runs else engine.blocks
         for p in range(state.prefills):
             cell = cell_of(world, run, p)

@@ -22,7 +22,7 @@ from numba.extending import typeof_impl
 from ..observe import observe_matched
 from ..state import Source
 from .compile import compiled
-from .events import arrive, decide, reset
+from .events import arrive, decide, meet, reset
 from .kvcache import match_runs
 from .memory import (
     OBSERVATION,
@@ -54,7 +54,7 @@ from .memory import (
 from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
-DONE, FAILED, OUT_OF_RANGE = 0, 1, 2  # what became of a step of a batch
+FAILED, OUT_OF_RANGE = -1, -2  # what may become of a step of a batch
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
@@ -160,6 +160,7 @@ def observe_arrival(world, parameters, observation):
         return False
     request = engine_of(world).next_request
     prefetch_request(world, request + 1)
+    meet(world, request)
     matched = world.scratch_match
     row = 8 * world.prefills
     match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
@@ -240,19 +241,54 @@ def step(worlds, parameters, observations, actions, done, start, stop):
 
 
 @compiled
-def step_and_show(worlds, parameters, observations, actions, done, settled, masks, request, prefill, decode, cluster):
-    """`step` for all clusters, then `show`; returns DONE, FAILED (`engine.error`) or OUT_OF_RANGE (nothing done)."""
+def step_and_show(
+    worlds,
+    parameters,
+    observations,
+    actions,
+    weights,
+    done,
+    settled,
+    rewards,
+    elapsed_s,
+    masks,
+    request,
+    prefill,
+    decode,
+    cluster,
+):
+    """`step` for all clusters, then `show`; returns how many are done, FAILED (`engine.error`) or OUT_OF_RANGE.
+
+    Written for each cluster, besides: `rewards`, by how much each column of `settled` grew times `weights` [5], and
+    `elapsed_s`, the simulated time that went by.
+    """
     count = len(actions)
     for c in range(count):
         if actions[c] < 0 or actions[c] >= masks.shape[1]:
-            return OUT_OF_RANGE
-    outcome = DONE
+            return OUT_OF_RANGE  # nothing is done then
+    ended = 0
+    failed = False
     for c in range(count):
+        clock = clock_of(state_of(worlds[c]))
+        now_s = clock.now_s
+        good = clock.good
+        violated = clock.violated
+        rejected_at_arrival = clock.rejected_at_arrival
+        rejected_at_decode = clock.rejected_at_decode
+        wasted_prefill_s = clock.wasted_prefill_s
         _step(worlds, parameters, observations, actions, done, c, count)
         show(worlds, observations, settled, masks, request, prefill, decode, cluster, c)
-        if engine_of(worlds[c]).error != 0:
-            outcome = FAILED
-    return outcome
+        rewards[c] = (
+            weights[0] * (clock.good - good)
+            + weights[1] * (clock.violated - violated)
+            + weights[2] * (clock.rejected_at_arrival - rejected_at_arrival)
+            + weights[3] * (clock.rejected_at_decode - rejected_at_decode)
+            + weights[4] * (clock.wasted_prefill_s - wasted_prefill_s)
+        )
+        elapsed_s[c] = clock.now_s - now_s
+        ended += done[c]
+        failed = failed or engine_of(worlds[c]).error != 0
+    return FAILED if failed else ended
 
 
 @compiled
@@ -379,6 +415,7 @@ def fork(source, target, sizes):
     requests = engine.requests
     seen = engine.next_request
     runs = engine.runs
+    met = engine.runs_met
     in_flight = clock_of(a).in_flight
     _copy8(a.clock, b.clock, 0, clock)
     _copy8(a.prefill, b.prefill, 0, prefill * source.prefills)
@@ -391,16 +428,16 @@ def fork(source, target, sizes):
         references = final.first + final.references
     _copy8(source.references, target.references, 0, references)
     _copy4(source.run_blocks, target.run_blocks, 0, runs)
-    _copy8(source.cells, target.cells, 0, cell * runs * source.prefills)
+    _copy8(source.cells, target.cells, 0, cell * met * source.prefills)
     numbers = i4_at(source.run_blocks)
-    for run in range(runs):
+    for run in range(met):
         last_block = numbers[run + 1] if run + 1 < runs else engine.blocks
         for p in range(source.prefills):
             state_there = cell_of(source, run, p)
             if state_there.cuts | state_there.ends != 0:
                 row = p * source.block_capacity
                 _copy8(source.parts, target.parts, row + numbers[run], row + last_block)
-    _copy8(source.outcomes, target.outcomes, 0, outcome * requests)
+    _copy8(source.outcomes, target.outcomes, 0, outcome * engine.outcomes_met)
     _copy8(source.jobs, target.jobs, 0, job * seen)
     _copy8(source.engine, target.engine, 0, engine_size)
     _copy8(source.prefill_timers, target.prefill_timers, 0, prefill_timer * source.prefills)
