@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from envs.kernel import memory as _memory
 from envs.kernel import replay as _replay
+from envs.kernel.compile import entry_point
 from envs.simulator import empty_observation
 from envs.state import Observation
 
@@ -243,6 +244,7 @@ class OnnxPolicy:
         self._lock = threading.Lock()  # the buffers are shared
         self._bound: dict[tuple[int, int, int], _Bound] = {}
         self._observed: tuple[Observation | None, Any, Any] = (None, None, None)  # the last one, its header and buffers
+        self._fill: Any = None
         self._check()
 
     def reset(self, clusters: int, seed: int) -> None:
@@ -302,8 +304,10 @@ class OnnxPolicy:
             kept = all(ours is theirs for ours, theirs in zip(copied, observation, strict=True))
             header = _memory.headers(_memory.OBSERVATION, copied, clusters, prefills=prefills, decodes=decodes)
             bound = self._bind(clusters, prefills, decodes)
+            tables = bound.masks, bound.request, bound.prefill, bound.decode, bound.cluster
+            self._fill = entry_point(_replay.features, header, *tables)
             self._observed = (observation if kept else None, header, bound)
-        _replay.features(header, bound.masks, bound.request, bound.prefill, bound.decode, bound.cluster)
+        self._fill(header, bound.masks, bound.request, bound.prefill, bound.decode, bound.cluster)
         if math.isnan(np.dot(bound.values, bound.values)):
             np.nan_to_num(bound.values, copy=False, nan=0.0)
         try:
