@@ -479,8 +479,8 @@ class ReferenceCluster:
         """Process the next event, if its time is <= limit. Section "Order of events"."""
         # (time, kind, order inside the kind): the smallest is next.
         events: list[tuple[float, int, int]] = []
-        for transfer in self.landing:
-            events.append((transfer.land_s, 0, transfer.number))
+        for i, transfer in enumerate(self.landing):
+            events.append((transfer.land_s, 0, i))
         for transfer in self.active:
             if transfer.rate > 0.0:
                 end = self.network_s + transfer.left_bytes / transfer.rate
@@ -498,7 +498,7 @@ class ReferenceCluster:
             return False
         self._set_now(t)
         if kind == 0:
-            self._land(next(x for x in self.landing if x.number == order))
+            self._land(self.landing[order])
         elif kind == 1:
             self._complete_transfer(next(x for x in self.active if x.number == order))
         elif kind == 2:
@@ -767,7 +767,10 @@ class ReferenceCluster:
         transfer.rate = 0.0
         self.active.remove(transfer)
         transfer.land_s = self.now + self.x["transfer_latency_s"]
+        if self.landing and transfer.land_s - self.landing[-1].land_s < 1e-9:
+            transfer.land_s = self.landing[-1].land_s
         self.landing.append(transfer)
+        self.landing.sort(key=lambda x: (x.land_s, not x.is_fetch, x.job.index))
         self._update_rates()
 
     def _update_left_bytes(self) -> None:

@@ -29,6 +29,8 @@ from .memory import (
 )
 from .timers import network_slot, set_due
 
+SAME_TIME_S = 1e-9  # landings less than this apart have one time
+
 
 @compiled
 def bandwidth(parameters, nic):
@@ -249,12 +251,20 @@ def complete_flow(world, parameters, flow_id):
     flow.slot = -1
     # into the queue of landings
     flow.due_s = clock_of(state).now_s + cluster_of(parameters).transfer_latency_s
-    flow.next = -1
-    if engine.landing_head < 0:
+    if engine.landing_head >= 0 and flow.due_s - flow_of(world, engine.landing_tail).due_s < SAME_TIME_S:
+        flow.due_s = flow_of(world, engine.landing_tail).due_s  # by rounding alone it would be later, or not
+    before, after = -1, engine.landing_head
+    if after >= 0 and flow_of(world, engine.landing_tail).due_s < flow.due_s:
+        before, after = engine.landing_tail, -1
+    while after >= 0 and (flow_of(world, after).due_s < flow.due_s or after < flow_id):
+        before, after = after, flow_of(world, after).next
+    flow.next = after
+    if before < 0:
         engine.landing_head = flow_id
     else:
-        flow_of(world, engine.landing_tail).next = flow_id
-    engine.landing_tail = flow_id
+        flow_of(world, before).next = flow_id
+    if after < 0:
+        engine.landing_tail = flow_id
     if _held_back(world, flow_id):
         _share(world, parameters, flow.source, flow.target)  # those that were held back can go faster now
 

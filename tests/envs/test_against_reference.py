@@ -119,6 +119,12 @@ def test_agrees_on_fixed_seeds(block: int) -> None:
         run_both(seed)
 
 
+@pytest.mark.parametrize("seed", [2676, 7167])
+def test_agrees_where_rounding_breaks_ties(seed: int) -> None:
+    """Two landings at one time; two holders with equal backlogs."""
+    run_both(seed)
+
+
 @settings(deadline=None, max_examples=100)
 @given(st.integers(min_value=1000, max_value=2**31))
 def test_agrees_on_any_seed(seed: int) -> None:
