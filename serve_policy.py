@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -112,10 +113,20 @@ def _serve(given: dict[str, Any]) -> int:
         print(f"serving needs {error.name}: pip install 'conductor-gym[serve]'", file=sys.stderr)
         return EXIT_BAD_INPUT
     try:
-        return asyncio.run(Sidecar(Options(**given)).run())
+        with asyncio.Runner(loop_factory=_fast_loop()) as runner:
+            return runner.run(Sidecar(Options(**given)).run())
     except FAULTS as error:
         print(f"serve_policy.py: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+
+
+def _fast_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop's event loop where it is installed (not on Windows), else asyncio's own."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop  # type: ignore[no-any-return]
 
 
 if __name__ == "__main__":

@@ -391,16 +391,17 @@ def stream_rates(rounds: int = 5, count: int = 3000) -> dict[str, float]:
     Nobody reports: requests end as predicted, some 50 ms after they were assigned, so that dozens are in flight.
     """
     from runtime.proto import conductor_pb2 as pb
+    from runtime.snapshot import capture, encode, write
 
     def assigned(answer: bytes) -> bool:
         return bool(pb.ScheduleResponse.FromString(answer).HasField("assignment"))
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
-        workers = [
-            {k: v for k, v in worker.items() if k not in ("address", "kv_events")} for worker in CLUSTER["workers"]
-        ]
+        workers = [{k: v for k, v in worker.items() if k != "address"} for worker in CLUSTER["workers"]]
         nodes = [{"count": WORKERS // 2, "hardware": SWIFT}]
+        index = Path(folder) / "index.npz"
+        write(index, encode(capture(conductor().state, {})))
         swift = {"prefill": nodes, "decode": nodes, "prior_decode_s": 0.05, "workers": workers}
         path.write_text(yaml.safe_dump(CLUSTER | swift))
         serve = (
@@ -410,8 +411,8 @@ def stream_rates(rounds: int = 5, count: int = 3000) -> dict[str, float]:
             "127.0.0.1:0",
             "--blocks",
             str(2 * INDEX_BLOCKS),
-            "--approximate-ttl-s",
-            "1",
+            "--snapshot",
+            str(index),
         )
         with Server("--serve-echo") as echo, Server(*serve) as sidecar:
             pairs = []
