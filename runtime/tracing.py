@@ -157,7 +157,8 @@ def _grpc_exporter(endpoint: str, parts: SplitResult) -> SpanExporter:
         missing = isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith("opentelemetry.proto")
         why = "opentelemetry-exporter-otlp-proto-grpc is not installed: pip install 'conductor-gym[otel]'"
         raise TracingError(f"OpenTelemetry endpoint {endpoint!r}: {why if missing else _REPAIR}") from error
-    return OTLPSpanExporter(endpoint=parts.netloc, insecure=parts.scheme != "https", timeout=5)
+    made: SpanExporter = OTLPSpanExporter(endpoint=parts.netloc, insecure=parts.scheme != "https", timeout=5)
+    return made
 
 
 def _json_exporter(parts: SplitResult) -> SpanExporter:
