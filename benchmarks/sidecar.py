@@ -271,6 +271,7 @@ async def echo_server() -> None:
 async def noop_picker() -> None:
     """An endpoint picker that always picks the address it is told (the last argument); says its port."""
     import grpc
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
     from runtime.ext_proc import SERVICE
 
@@ -307,6 +308,9 @@ async def noop_picker() -> None:
     )
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
+    healthy = health.aio.HealthServicer()
+    await healthy.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[arg-type]
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     print(f"PORT {port}", flush=True)
