@@ -308,8 +308,8 @@ async def noop_picker() -> None:
     )
     server = grpc.aio.server()
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, {"Process": handler}),))
-    healthy = health.aio.HealthServicer()
-    await healthy.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)  # type: ignore[arg-type]
+    healthy = health.aio.HealthServicer()  # type: ignore[attr-defined]
+    await healthy.set(SERVICE, health_pb2.HealthCheckResponse.SERVING)
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
