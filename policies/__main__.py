@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from policies.policy import PolicyError
-
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
+from traces.command import plain_errors
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -40,29 +34,8 @@ app = typer.Typer(
 )
 
 
-def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input is one line on stderr and exit code 2; Ctrl-C is quiet."""
-
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except PolicyError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_BAD_INPUT) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            # The reader of our output went away; keep the interpreter from complaining at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-
-    return wrapped
-
-
 @app.command("list")
-@plain_errors
+@plain_errors(PolicyError)
 def list_() -> None:
     """List routers and admissions with their options.
 
@@ -91,7 +64,7 @@ def list_() -> None:
 
 
 @app.command()
-@plain_errors
+@plain_errors(PolicyError)
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="run folder of train.py")],
     out: Annotated[Path, typer.Option(metavar="FILE.onnx", help="file to write")],
@@ -128,7 +101,7 @@ def export(
 
 
 @app.command()
-@plain_errors
+@plain_errors(PolicyError)
 def show(
     file: Annotated[Path, typer.Argument(metavar="FILE.onnx", help="exported policy")],
     as_json: Annotated[bool, typer.Option("--json", help="as JSON")] = False,

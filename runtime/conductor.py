@@ -163,7 +163,8 @@ class Conductor:
         now_s = self.clock.now(request.arrival_s)
         state.advance(now_s)
         input_tokens = self._checked(request)
-        refusal = self._refusal(request, input_tokens)
+        candidates = self._candidates(request)
+        refusal = self._refusal(request, input_tokens, candidates)
         if refusal is not None:
             hashes = request.hashes if request.hashes is not None else NO_HASHES
             if request.tokens is not None:
@@ -175,7 +176,7 @@ class Conductor:
         ttft_slo_s = request.ttft_slo_s or state.spec.slo.ttft_s
         tbt_slo_s = request.tbt_slo_s or state.spec.slo.tbt_s
         before = state.observer.state.clock.copy() if request.dry_run else None
-        arrived = now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, self._candidates(request)
+        arrived = now_s, ttft_slo_s * headroom, tbt_slo_s * headroom, candidates
         if request.tokens is not None:
             tokens = token_array(request.tokens)
             observation, known, hashes = state.observe_tokens(tokens, self._namespace(request), *arrived)
@@ -265,7 +266,7 @@ class Conductor:
             model, request.lora_name, salt=request.namespace or salt, tenant=tenant, cache_salt=request.cache_salt
         )
 
-    def _refusal(self, request: Request, input_tokens: int) -> Rejection | None:
+    def _refusal(self, request: Request, input_tokens: int, candidates: list[int] | None) -> Rejection | None:
         """Why there is nothing to decide, where there is not."""
         state = self.state
         if self.draining:
@@ -274,7 +275,7 @@ class Conductor:
             return Rejection(
                 request.request_id, Reason.QUEUE_FULL, f"{len(state.flying)} requests are in flight, no more fit", 1.0
             )
-        if request.candidates is not None and not self._candidates(request):
+        if candidates is not None and not candidates:
             return Rejection(
                 request.request_id, Reason.NO_ENDPOINTS, "no eligible worker among the candidates", LEAST_RETRY_S
             )

@@ -775,10 +775,6 @@ class LiveState:
         """Bring the used shares of the cache tiers up to date with the index, which KV events change."""
         self._kernels.count_blocks(self._at)
 
-    def worker(self, worker_id: str) -> Worker | None:
-        """A worker by its id."""
-        return next((worker for worker in self.cluster.workers if worker.id == worker_id), None)
-
 
 def _reachable(workers: tuple[Worker, ...]) -> NDArray[np.int64]:
     """Which workers may be chosen at first: those with an address, where any has one."""

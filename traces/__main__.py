@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable
-from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from traces.command import EXIT_BAD_INPUT, plain_errors
 from traces.trace import Trace, TraceError
 
 if TYPE_CHECKING:
     from traces.statistics import Statistics
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -49,37 +45,10 @@ app = typer.Typer(
 
 OnError = Literal["raise", "skip"]
 In = Annotated[str, typer.Argument(metavar="FILE", help="trace file, folder or builtin:NAME")]
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help=".parquet, or .jsonl[.gz|.zst] for Mooncake's format")
-]
-Bad = Annotated[
-    OnError, typer.Option("--on-error", help="bad rows: stop at the first, or skip and count them")
-]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help=".parquet, or .jsonl[.gz|.zst] for Mooncake's format")]
+Bad = Annotated[OnError, typer.Option("--on-error", help="bad rows: stop at the first, or skip and count them")]
 Sort = Annotated[bool, typer.Option("--sort", help="order rows by time where the file is not")]
-Reblock = Annotated[
-    int | None, typer.Option(help="coarser blocks of this many tokens, a multiple of the file's")
-]
-
-
-def plain_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Bad input is one line on stderr and exit code 2; Ctrl-C is quiet."""
-
-    @wraps(command)
-    def wrapped(*args: Any, **kwargs: Any) -> None:
-        try:
-            command(*args, **kwargs)
-        except TraceError as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise typer.Exit(EXIT_BAD_INPUT) from None
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            raise typer.Exit(EXIT_INTERRUPTED) from None
-        except BrokenPipeError:
-            # The reader of our output went away; keep the interpreter from complaining at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(1) from None
-
-    return wrapped
+Reblock = Annotated[int | None, typer.Option(help="coarser blocks of this many tokens, a multiple of the file's")]
 
 
 def _load(file: str, on_error: OnError, sort: bool = False, reblock: int | None = None) -> Trace:
@@ -101,16 +70,14 @@ def _save(trace: Trace, out: Path) -> None:
 
 
 @app.command()
-@plain_errors
+@plain_errors(TraceError)
 def info(
     file: In,
     json_to: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE|-", help="write the figures as JSON; - is stdout"),
     ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="plot the reuse curve")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="plot the reuse curve")] = None,
     on_error: Bad = "raise",
     sort: Sort = False,
     reblock: Reblock = None,
@@ -206,17 +173,13 @@ def _plot_reuse(trace: Trace, out: Path) -> None:
     try:
         figure.savefig(out, dpi=120)
     except (OSError, ValueError) as error:
-        raise TraceError(
-            f"cannot be written ({error})", file=out, expected="a .png, .svg or .pdf file"
-        ) from None
+        raise TraceError(f"cannot be written ({error})", file=out, expected="a .png, .svg or .pdf file") from None
     plt.close(figure)
 
 
 @app.command()
-@plain_errors
-def convert(
-    file: In, out: Out, on_error: Bad = "raise", sort: Sort = False, reblock: Reblock = None
-) -> None:
+@plain_errors(TraceError)
+def convert(file: In, out: Out, on_error: Bad = "raise", sort: Sort = False, reblock: Reblock = None) -> None:
     """Rewrite as Parquet or Mooncake JSONL.
 
     The suffix of OUT says which.
@@ -232,7 +195,7 @@ def convert(
 
 
 @app.command("slice")
-@plain_errors
+@plain_errors(TraceError)
 def slice_(
     file: In,
     out: Out,
@@ -243,9 +206,7 @@ def slice_(
         typer.Option(help="one part of the 60/20/20 split by time"),
     ] = None,
     speed_up: Annotated[float | None, typer.Option(help="2: arrivals twice as fast")] = None,
-    jitter: Annotated[
-        int | None, typer.Option(metavar="SEED", help="spread requests that share a time stamp")
-    ] = None,
+    jitter: Annotated[int | None, typer.Option(metavar="SEED", help="spread requests that share a time stamp")] = None,
     reblock: Reblock = None,
     on_error: Bad = "raise",
     sort: Sort = False,
@@ -275,7 +236,7 @@ def slice_(
 
 
 @app.command()
-@plain_errors
+@plain_errors(TraceError)
 def synth(
     profile: Annotated[
         str,
@@ -285,18 +246,12 @@ def synth(
         ),
     ],
     out: Out,
-    requests: Annotated[
-        int | None, typer.Option(help="how many; default as many as the profile's source")
-    ] = None,
+    requests: Annotated[int | None, typer.Option(help="how many; default as many as the profile's source")] = None,
     duration: Annotated[float | None, typer.Option(help="or how long, seconds")] = None,
     rate: Annotated[float | None, typer.Option(help="requests per second")] = None,
     seed: Annotated[int, typer.Option(help="the same seed gives the same trace")] = 0,
-    cv: Annotated[
-        float | None, typer.Option(help="of the gaps, for lengths: 1, the default, is Poisson")
-    ] = None,
-    start: Annotated[
-        float | None, typer.Option(help="ServeGen: from this time of its windows on, seconds")
-    ] = None,
+    cv: Annotated[float | None, typer.Option(help="of the gaps, for lengths: 1, the default, is Poisson")] = None,
+    start: Annotated[float | None, typer.Option(help="ServeGen: from this time of its windows on, seconds")] = None,
     sessions: Annotated[
         str | None, typer.Option(metavar="PROFILE", help="ServeGen: invent sessions as in this profile")
     ] = None,
@@ -336,22 +291,18 @@ def synth(
         if duration is None:
             raise TraceError("no --duration", expected="how many seconds of the clients to sample")
         invented = None if sessions is None else profile_of(sessions)
-        trace = servegen(
-            profile, start or 0.0, duration, seed, rate, on_error=on_error, sessions=invented
-        )
+        trace = servegen(profile, start or 0.0, duration, seed, rate, on_error=on_error, sessions=invented)
         for reason in trace.skip_reasons:
             print(f"left out: {reason}", file=sys.stderr)
     elif lengths:
         trace = sent(profile, seed, requests, duration_s=duration, rate=rate, cv=cv)
     else:
-        trace = synthesize(
-            profile_of(profile), n_requests=requests, duration_s=duration, seed=seed, rate=rate
-        )
+        trace = synthesize(profile_of(profile), n_requests=requests, duration_s=duration, seed=seed, rate=rate)
     _save(trace, out)
 
 
 @app.command("fit")
-@plain_errors
+@plain_errors(TraceError)
 def fit_(
     file: In,
     profile: Annotated[Path, typer.Argument(metavar="PROFILE.yaml", help="profile to write")],
@@ -377,11 +328,9 @@ def fit_(
 
 
 @app.command()
-@plain_errors
+@plain_errors(TraceError)
 def download(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="none: list them")
-    ] = None,
+    names: Annotated[list[str] | None, typer.Argument(metavar="[NAME]...", help="none: list them")] = None,
     all_: Annotated[bool, typer.Option("--all", help="every known trace")] = False,
     to: Annotated[Path, typer.Option(metavar="DIR", help="folder to download to")] = Path("data"),
     mirror: Annotated[
