@@ -703,7 +703,7 @@ class LiveState:
             extra = max(0, running - ours - (int(row["waiting_requests"]) if p is None else 0))
             capacity = float(self.observer.parameters.decode["kv_capacity_tokens"][d])
             now_s = float(self.clock["now_s"])
-            context = self._context_tokens(d, now_s) if ours else 0.0
+            context = self._kernels.context(self._at, d, now_s) if ours else 0.0
             kv_tokens = 0.0
             if extra and metrics.kv_usage is not None:
                 kv_tokens = max(0.0, metrics.kv_usage * capacity - max(0.0, context - old.kv_tokens))
@@ -750,21 +750,6 @@ class LiveState:
 
     # --- reckoning ---------------------------------------------------------------------------------------------------
 
-    def _context_tokens(self, d: int, at_s: float) -> float:
-        """As `envs.kernel.latency.context_tokens`."""
-        row = self.decode[d]
-        batch = int(row["batch"])
-        if batch == 0:
-            return 0.0
-        return float(row["kv_tokens"]) + batch * max(0.0, at_s - float(row["updated_s"])) / self._step_s(d)
-
-    def _step_s(self, d: int) -> float:
-        row, node = self.decode[d], self.observer.parameters.decode[d]
-        growing = float(node["step_request_s"]) * int(row["batch"]) + float(node["step_token_s"]) * float(
-            row["kv_tokens"]
-        )
-        return float(node["step_base_s"]) + growing
-
     def _stream(self, reservation: Reservation, sign: int) -> None:
         """The KV of a request streams to its decode instance while it is computed ([A] 5.2), or does so no more."""
         self._kernels.stream(
@@ -803,6 +788,7 @@ def _entry_points() -> SimpleNamespace:
         reservations.prefilled: (at, hashes, numbers, p, d, count, slot, s, s, 0, 0),
         reservations.land: (at, p, d, count, s),
         reservations.join: (at, d, count, count, s, s),
+        reservations.context: (at, d, s),
         reservations.finish: (at, d, s, count, s, 0),
         reservations.leave: (at, 0, d, count, slot, slot, s, s, count),
     }

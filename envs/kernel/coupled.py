@@ -13,6 +13,7 @@ import numpy as np
 
 from ..state import Source, Status
 from .compile import compiled
+from .decode import add_member
 from .latency import reuse_tokens, step_time
 from .memory import (
     arrival_of,
@@ -390,18 +391,7 @@ def _end_prefill(tables, i, request, now_s):
     job = coupled_job_of(tables, request)
     job.first_segment = instance.segments
     job.stall_before_s = instance.stall_s
-    # members are sorted by leaving, last first; of those that leave together the older leaves first
-    leave = instance.iteration + o - 1
-    place = instance.batch
-    while place > 0 and member_of(tables, i, place - 1).leave <= leave:
-        above = member_of(tables, i, place - 1)
-        member = member_of(tables, i, place)
-        member.leave = above.leave
-        member.request = above.request
-        place -= 1
-    member = member_of(tables, i, place)
-    member.leave = leave
-    member.request = request
+    add_member(tables, i, instance.batch, instance.iteration + o - 1, request)
     instance.batch += 1
 
 

@@ -194,6 +194,24 @@ def _leave(world, parameters, d):
 
 
 @compiled
+def add_member(world, d, members, leave, request):
+    """Put a request that leaves after iteration `leave` among the `members` of d's batch.
+
+    They are sorted by leaving, last first; of those that leave together the older leaves first.
+    """
+    i = members
+    while i > 0 and member_of(world, d, i - 1).leave <= leave:
+        above = member_of(world, d, i - 1)
+        member = member_of(world, d, i)
+        member.leave = above.leave
+        member.request = above.request
+        i -= 1
+    member = member_of(world, d, i)
+    member.leave = leave
+    member.request = request
+
+
+@compiled
 def _join(world, parameters, d):
     """Let those that wait join as far as there is room, then start the next segment."""
     state = state_of(world)
@@ -221,18 +239,7 @@ def _join(world, parameters, d):
         if decode.batch >= world.batch_limit:
             engine_of(world).error = OVERFLOW_MEMBERS
             return
-        # members are sorted by leaving, last first; of those that leave together the older leaves first
-        leave = timer.iteration + o - 1
-        i = decode.batch
-        while i > 0 and member_of(world, d, i - 1).leave <= leave:
-            above = member_of(world, d, i - 1)
-            member = member_of(world, d, i)
-            member.leave = above.leave
-            member.request = above.request
-            i -= 1
-        member = member_of(world, d, i)
-        member.leave = leave
-        member.request = request
+        add_member(world, d, decode.batch, timer.iteration + o - 1, request)
         decode.batch += 1
     if timer.wait_head < 0:
         timer.wait_tail = -1

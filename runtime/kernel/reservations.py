@@ -214,6 +214,13 @@ def join(at, d, count, tokens, at_s, stall_s):
 
 
 @compiled
+def context(at, d, at_s):
+    """Context tokens of d's batch at a time."""
+    ledger = ledger_of(at)
+    return context_tokens(decode_node_of(parameters_of(ledger), d), decode_of(state_of(ledger), d), at_s)
+
+
+@compiled
 def finish(at, d, at_s, output_tokens, decode_s, good):
     """A request is complete: the moving means and counts; d's batch and its context tokens until now."""
     ledger = ledger_of(at)
@@ -228,7 +235,7 @@ def finish(at, d, at_s, output_tokens, decode_s, good):
     else:
         clock.violated += 1
     decode = decode_of(state, d)
-    return float(decode.batch), context_tokens(decode_node_of(parameters_of(ledger), d), decode, at_s)
+    return float(decode.batch), context(at, d, at_s)
 
 
 @compiled
