@@ -306,13 +306,12 @@ class LiveState:
         tbt_slo_s: float,
         candidates: Iterable[int] | None = None,
     ) -> Observation:
-        """The observation for a request that arrives now; the next overwrites it.
+        """The observation for a request that arrives now, after `advance`; the next overwrites it.
 
         Args:
             blocks: numbers of the leading blocks of its prompt that the index knows.
             candidates: decode instances that may be chosen.
         """
-        self.advance(now_s)
         if candidates is not None:
             self._restrict(candidates)
         self._kernels.observe(self._at, blocks, len(blocks), input_tokens, now_s, ttft_slo_s, tbt_slo_s)
@@ -330,7 +329,6 @@ class LiveState:
         candidates: Iterable[int] | None = None,
     ) -> tuple[Observation, NDArray[np.int32], NDArray[np.uint64]]:
         """`PrefixIndex.find_tokens` of a prompt and `observe` in one: (observation, leading blocks, hashes)."""
-        self.advance(now_s)
         count = len(tokens) // self.block_tokens
         hashes, numbers = np.empty(count, np.uint64), np.empty(count, np.int32)
         seed, root_extra = namespace
