@@ -118,7 +118,16 @@ class DecodePool(Pool):
     max_batch: PositiveInt | None = None
 
 
-class ClusterSpec(_Strict):
+class _Described(_Strict):
+    """A cluster as described."""
+
+    @property
+    def checksum(self) -> str:
+        """Identifies the cluster in results."""
+        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
+
+
+class ClusterSpec(_Described):
     """A prefill pool and a decode pool, each of one or more kinds of node."""
 
     name: str = "cluster"
@@ -156,11 +165,6 @@ class ClusterSpec(_Strict):
     @property
     def n_decode(self) -> int:
         return sum(pool.count for pool in self.decode)
-
-    @property
-    def checksum(self) -> str:
-        """Identifies the cluster in results."""
-        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
 
     def parameters(self) -> Parameters:
         """The arrays the kernels read, one record per instance in the order of the pools."""
@@ -231,7 +235,7 @@ class CoupledPool(Nodes):
         )
 
 
-class CoupledSpec(_Strict):
+class CoupledSpec(_Described):
     """A cluster of coupled instances, of one or more kinds of node."""
 
     name: str = "coupled"
@@ -242,11 +246,6 @@ class CoupledSpec(_Strict):
     @property
     def n_instances(self) -> int:
         return sum(pool.count for pool in self.coupled)
-
-    @property
-    def checksum(self) -> str:
-        """Identifies the cluster in results."""
-        return hashlib.sha256(self.model_dump_json(exclude={"name"}).encode()).hexdigest()[:16]
 
     def parameters(self) -> tuple[Records, Records]:
         """What the kernel reads: COUPLED_CLUSTER [1], COUPLED_PARAMETERS [I] in the order of the pools."""

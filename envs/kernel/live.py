@@ -13,9 +13,8 @@ from numba.extending import intrinsic
 from ..observe import observe
 from .compile import compiled
 from .events import note_arrival
-from .memory import OBSERVATION, clock_of, cluster_of, decode_allowed, f8_at, source_allowed
+from .memory import OBSERVATION, clock_of, cluster_of, decode_allowed, f8_at, record_at, source_allowed
 from .memory import _numbers_at as numbers_at
-from .memory import _record_at as record_at
 from .replay import ADMISSION, ROUTER, choose
 
 CHOICE = np.dtype(

@@ -69,7 +69,7 @@ def headers(dtype: np.dtype, tables: Any, count: int, **sizes: int) -> np.ndarra
     return made
 
 
-def _record_at(dtype: np.dtype) -> Any:
+def record_at(dtype: np.dtype) -> Any:
     """An intrinsic (address, index) -> record of `dtype` there."""
     record = numba.from_dtype(dtype)
     size = dtype.itemsize
@@ -161,32 +161,32 @@ def _prefetch(typing_context, address):
 
 prefetch: Any = _prefetch
 
-_cluster_parameters_at = _record_at(_state.CLUSTER_PARAMETERS)
-_prefill_parameters_at = _record_at(_state.PREFILL_PARAMETERS)
-_decode_parameters_at = _record_at(_state.DECODE_PARAMETERS)
-_state_at = _record_at(STATE)
-_clock_at = _record_at(_state.CLOCK)
-_prefill_at = _record_at(_state.PREFILL)
-_decode_at = _record_at(_state.DECODE)
-_flight_at = _record_at(_state.FLIGHT)
-_outcome_at = _record_at(_state.OUTCOME)
-_job_at = _record_at(_state.JOB)
-_engine_at = _record_at(_state.ENGINE)
-_prefill_timer_at = _record_at(_state.PREFILL_TIMER)
-_decode_timer_at = _record_at(_state.DECODE_TIMER)
-_eviction_at = _record_at(_state.EVICTION)
-_request_at = _record_at(_state.REQUEST)
-_reference_at = _record_at(_state.REFERENCE)
-_cell_at = _record_at(_state.CELL)
-_part_at = _record_at(_state.PART)
-_release_at = _record_at(_state.RELEASE)
-_flow_at = _record_at(_state.FLOW)
-_member_at = _record_at(_state.MEMBER)
-_segment_at = _record_at(_state.SEGMENT)
-_request_features_at = _record_at(_state.REQUEST_FEATURES)
-_prefill_features_at = _record_at(_state.PREFILL_FEATURES)
-_decode_features_at = _record_at(_state.DECODE_FEATURES)
-_cluster_features_at = _record_at(_state.CLUSTER_FEATURES)
+_cluster_parameters_at = record_at(_state.CLUSTER_PARAMETERS)
+_prefill_parameters_at = record_at(_state.PREFILL_PARAMETERS)
+_decode_parameters_at = record_at(_state.DECODE_PARAMETERS)
+_state_at = record_at(STATE)
+_clock_at = record_at(_state.CLOCK)
+_prefill_at = record_at(_state.PREFILL)
+_decode_at = record_at(_state.DECODE)
+_flight_at = record_at(_state.FLIGHT)
+_outcome_at = record_at(_state.OUTCOME)
+_job_at = record_at(_state.JOB)
+_engine_at = record_at(_state.ENGINE)
+_prefill_timer_at = record_at(_state.PREFILL_TIMER)
+_decode_timer_at = record_at(_state.DECODE_TIMER)
+_eviction_at = record_at(_state.EVICTION)
+_request_at = record_at(_state.REQUEST)
+_reference_at = record_at(_state.REFERENCE)
+_cell_at = record_at(_state.CELL)
+_part_at = record_at(_state.PART)
+_release_at = record_at(_state.RELEASE)
+_flow_at = record_at(_state.FLOW)
+_member_at = record_at(_state.MEMBER)
+_segment_at = record_at(_state.SEGMENT)
+_request_features_at = record_at(_state.REQUEST_FEATURES)
+_prefill_features_at = record_at(_state.PREFILL_FEATURES)
+_decode_features_at = record_at(_state.DECODE_FEATURES)
+_cluster_features_at = record_at(_state.CLUSTER_FEATURES)
 
 
 @compiled
@@ -483,11 +483,11 @@ def decode_allowed(observation, d):
 
 # --- coupled instances ------------------------------------------------------------------------------------------------
 
-_coupled_cluster_at = _record_at(_state.COUPLED_CLUSTER)
-_coupled_parameters_at = _record_at(_state.COUPLED_PARAMETERS)
-_coupled_instance_at = _record_at(_state.COUPLED_INSTANCE)
-_coupled_job_at = _record_at(_state.COUPLED_JOB)
-_coupled_cell_at = _record_at(_state.COUPLED_CELL)
+_coupled_cluster_at = record_at(_state.COUPLED_CLUSTER)
+_coupled_parameters_at = record_at(_state.COUPLED_PARAMETERS)
+_coupled_instance_at = record_at(_state.COUPLED_INSTANCE)
+_coupled_job_at = record_at(_state.COUPLED_JOB)
+_coupled_cell_at = record_at(_state.COUPLED_CELL)
 
 
 @compiled

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import _record_at as record_at
-from envs.kernel.memory import check, i4_at, i8_at, prefetch
+from envs.kernel.memory import check, i4_at, i8_at, prefetch, record_at
 from envs.state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
 
 from .xxh3 import next_hash, u8_at

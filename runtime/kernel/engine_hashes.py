@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import _record_at as record_at
-from envs.kernel.memory import check, i4_at, i8_at, prefetch
+from envs.kernel.memory import check, i4_at, i8_at, prefetch, record_at
 from envs.state import HOST
 
 from .block_table import bit_of, cell_of, drop, drop_all, home, index_at, instance_of, retire, search, slot_of, word_of

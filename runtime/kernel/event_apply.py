@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import _record_at as record_at
+from envs.kernel.memory import record_at
 
 from .block_table import clear, drop, index_at, instance_of, look_up, number_of, put, retire
 from .engine_hashes import engine_own, forget_engine, prefetch_engine, remember, tag_of

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import _record_at as record_at
-from envs.kernel.memory import f8_at, i8_at
+from envs.kernel.memory import f8_at, i8_at, record_at
 
 from .block_table import CPU, DISK, GPU
 from .xxh3 import load8, load16, load32, load64, swapped, u4_at, u8_at, xxh3

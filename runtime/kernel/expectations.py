@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import _record_at as record_at
-from envs.kernel.memory import i8_at, prefetch
+from envs.kernel.memory import i8_at, prefetch, record_at
 from envs.state import HOST, PENDING, TRANSIT
 
 from .block_table import (

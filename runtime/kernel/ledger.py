@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import OBSERVATION, PARAMETERS, STATE
-from envs.kernel.memory import _record_at as record_at
+from envs.kernel.memory import OBSERVATION, PARAMETERS, STATE, record_at
 
 from .block_table import index_at
 
