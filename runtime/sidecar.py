@@ -209,7 +209,6 @@ class Sidecar:
         self.scraper: Scraper | None = None
         self._saved_fits: Any = None
         self._servers: list[grpc.aio.Server] = []
-        self._health: list[ext_proc.Health] = []
         self._http: list[Any] = []
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = asyncio.Event()
@@ -321,7 +320,7 @@ class Sidecar:
             if "ext_proc" in here:
                 self.endpoint_picker = ext_proc.add_to_server(server, self.conductor, options=settings)
                 names.append(ext_proc.SERVICE)
-            self._health.append(ext_proc.add_health(server, self.conductor, services=[SERVICE]))
+            ext_proc.add_health(server, self.conductor, services=[SERVICE])
             names.append("grpc.health.v1.Health")
             reflection.enable_server_reflection(names, server)
             host, port = host_and_port(here[0], address)

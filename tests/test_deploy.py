@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import dataclasses
 import json
 import re
 import shlex
@@ -16,7 +17,7 @@ import typer
 import yaml
 
 import serve_policy
-from runtime.sidecar import read_config
+from runtime.sidecar import Options, read_config
 from runtime.workers import load_live_cluster
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,6 +29,15 @@ def options_of(arguments: list[str]) -> dict[str, object]:
     """The command line as `serve_policy.py` takes it; fails where it does not."""
     with COMMAND.make_context("serve_policy.py", list(arguments)) as context:
         return dict(context.params)
+
+
+def test_defaults_are_those_of_the_sidecar():
+    """They are written twice: where the command line explains them, and where the sidecar is made without one."""
+    given = options_of([])
+    assert given.pop("verbose") is False
+    defaults = dataclasses.asdict(Options())
+    assert defaults.pop("tenants") == {}  # of --config only
+    assert given == defaults
 
 
 def test_containerfile():
