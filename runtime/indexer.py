@@ -35,7 +35,8 @@ from envs.spec import SpecError
 
 from .block_hash import LORA_ID_SEED, Hashes, Namespace, address, namespace, signed, xxh3_64
 from .conductor import Conductor
-from .kernel.index_match import ANY, COLUMNS, NO_ARRAY, count_blocks, match_media, scan_integers
+from .kernel.index_match import ANY, COLUMNS, count_blocks, match_media
+from .kernel.json_integers import NO_ARRAY, scan_integers
 from .kv_events import StreamNamespace, stream_namespace
 from .prefix_index import Medium, Numbers
 from .workers import Engine, Role, Worker
@@ -349,7 +350,7 @@ def _integers(field: str, raw: bytes, most: int) -> Hashes:
     if not raw:
         _refuse(field, expected)
     room = len(raw) // 2 + 1  # more than there can be; what is not written to takes no memory
-    words = np.empty(room, np.uint64)
+    words = np.empty(room, np.uint32 if most < 1 << 32 else np.uint64)
     start = address(np.frombuffer(raw, np.uint8))
     count = scan_integers(start, len(raw), signed(most), int(most >= 1 << 63), address(words), room)
     if count == NO_ARRAY:
@@ -359,7 +360,7 @@ def _integers(field: str, raw: bytes, most: int) -> Hashes:
         element = raw.split(b",", i + 1)[i]
         shown = _shown(element.strip(b" \t\r\n[") if i == 0 else element)
         raise _Refused(f"{field}[{i}]: expected an integer in 0 .. {most}, found {shown}", field=field)
-    return words[:count]
+    return words[:count].astype(np.uint64, copy=False)
 
 
 def _packed_integers(field: str, given: Any, most: int) -> Hashes:

@@ -10,20 +10,27 @@ length. `Body.text` says which of the two it is; they must never share a namespa
 from __future__ import annotations
 
 import hashlib
+import re
+import secrets
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
 import orjson
 from numpy.typing import NDArray
 
+from envs.kernel.compile import entry_point
+
+from .kernel.json_integers import scan_token_ids
 from .request import RequestError
 
 BYTES_PER_TOKEN = 4  # of text, where there is no tokenizer
 IMAGE_TOKENS = 256  # that an image (or other non-text part) stands for
 _NOTHING = np.zeros(0, np.uint32)
+_STAND_IN = 1 << 62 | secrets.randbits(62)
 
 
 @dataclass(slots=True)
@@ -64,13 +71,8 @@ def parse(path: str, data: bytes) -> Body:
     form = _form(path)
     if form is None:
         raise RequestError(f"path: {path!r} takes no prompt")
-    try:
-        fields = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if type(fields) is not dict:
-        raise RequestError(f"the body must be a JSON object, found {_kind(fields)}")
-    prompt, needs_model = form
+    prompt, ids_in, needs_model = form
+    fields = _read(data, ids_in)
     model = fields.get("model")
     if model is None and not needs_model:
         model = ""
@@ -140,25 +142,64 @@ def _responses(fields: dict[str, Any], data: bytes) -> Prompt:
     return pseudo_tokens(_conversation(fields, "input", given)), True
 
 
-_FORMS: dict[str, tuple[Callable[[dict[str, Any], bytes], Prompt], bool]] = {
-    "/v1/completions": (_completion, True),
-    "/v1/chat/completions": (_chat, True),
-    "/v1/responses": (_responses, True),
-    "/v1/embeddings": (_embedding, True),
-    "/v1/messages": (_chat, True),
-    "/inference/v1/generate": (_generate, False),
-    "/generate": (_sglang, False),
+# how the prompt is read; the field that may be an array of token ids; whether a model must be named
+Form = tuple[Callable[[dict[str, Any], bytes], Prompt], str, bool]
+_FORMS: dict[str, Form] = {
+    "/v1/completions": (_completion, "prompt", True),
+    "/v1/chat/completions": (_chat, "", True),
+    "/v1/responses": (_responses, "", True),
+    "/v1/embeddings": (_embedding, "input", True),
+    "/v1/messages": (_chat, "", True),
+    "/inference/v1/generate": (_generate, "token_ids", False),
+    "/generate": (_sglang, "input_ids", False),
 }
 
+_ARRAYS = {name: re.compile(rb'"%b"\s*:\s*\[' % name.encode()) for _, name, _ in _FORMS.values() if name}
 
-def _form(path: str) -> tuple[Callable[[dict[str, Any], bytes], Prompt], bool] | None:
+
+def _form(path: str) -> Form | None:
     path = path.partition("?")[0].rstrip("/")
     return _FORMS.get(path) or _FORMS.get(path[max(path.rfind("/v1/"), 0) :])  # gateways put prefixes before /v1
+
+
+def _read(data: bytes, ids_in: str) -> dict[str, Any]:
+    """The fields of a body; token ids in the field `ids_in` as uint32[n].
+
+    A Python object for each id would take most of the time that a request spends here. So they are read by themselves,
+    and in the JSON a number that nobody can guess stands for their array. Where it does not come back as the field's
+    value, the array was something else (part of a text, say), and all is read as it is.
+    """
+    try:
+        array = _ARRAYS[ids_in].search(data) if ids_in else None
+        if array is not None:
+            start = array.end() - 1
+            ids = np.empty(
+                len(data) - start >> 1, np.uint32
+            )  # more than there can be; what is not written is not there
+            count, stop = _scan_token_ids()(np.frombuffer(data, np.uint8), start, ids)
+            if count > 0:
+                fields = orjson.loads(b"%b%d%b" % (data[:start], _STAND_IN, data[stop:]))
+                if type(fields) is dict and fields.get(ids_in) == _STAND_IN:
+                    fields[ids_in] = ids[:count]
+                    return fields
+        fields = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if type(fields) is not dict:
+        raise RequestError(f"the body must be a JSON object, found {_kind(fields)}")
+    return fields
+
+
+@cache
+def _scan_token_ids() -> Callable[..., tuple[int, int]]:
+    return entry_point(scan_token_ids, np.frombuffer(b"[]", np.uint8), 0, _NOTHING)
 
 
 def _prompt(fields: dict[str, Any], name: str) -> Prompt:
     """A string, token ids, or a list of either; of a list the first stands for all, as they share an engine's step."""
     given = fields.get(name)
+    if type(given) is np.ndarray:
+        return given, False
     if type(given) is list and given and type(given[0]) in (str, list):
         given = given[0]
     if type(given) is str:

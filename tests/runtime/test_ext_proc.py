@@ -659,6 +659,31 @@ def test_forms(path: str, fields: dict[str, Any], tokens: list[int], text: bool)
     assert body.tokens.tolist() == tokens and body.text == text and body.input_tokens == len(tokens)
 
 
+def test_ids_are_taken_only_where_they_are_the_prompt() -> None:
+    """However the field looks like and wherever else its name stands."""
+    ids = np.random.default_rng(5).integers(0, 2**32, 300).tolist()
+    for indent, separators in ((None, (",", ":")), (None, None), (1, None)):
+        data = json.dumps({"a": 1, "prompt": ids, "model": "m"}, indent=indent, separators=separators).encode()
+        assert parse("/v1/completions", data).tokens.tolist() == ids
+    trap = '"prompt": [1, 2, 3]'
+    for data, tokens in (
+        (json.dumps({"user": trap, "model": "m", "prompt": [7, 8]}), [7, 8]),
+        ('{"model": "m", "metadata": {' + trap + '}, "prompt": [7, 8]}', [7, 8]),
+        ('{"model": "m", ' + trap + ', "prompt": [7, 8]}', [7, 8]),
+        ('{"model": "m", "prompt": [7, 8], "metadata": {' + trap + "}}", [7, 8]),
+        ('{"model": "m", "pr\\u006fmpt": [7, 8]}', [7, 8]),
+    ):
+        assert parse("/v1/completions", data.encode()).tokens.tolist() == tokens, data
+    text = parse("/v1/completions", json.dumps({"model": "m", "prompt": trap}).encode())
+    assert text.text and text.tokens.tolist() == pseudo_tokens(trap.encode()).tolist()
+    for bad in ("[1, -2]", "[1, 4294967296]", "[1, 2.5]", '[1, "2"]', "[1, null]", "[]"):
+        with pytest.raises(RequestError, match=r"^prompt: expected "):
+            parse("/v1/completions", f'{{"model": "m", "prompt": {bad}}}'.encode())
+    for bad in ("[1, 007]", "[1, 2", "[1,, 2]", "[1, 2,]"):
+        with pytest.raises(RequestError, match="not valid JSON"):
+            parse("/v1/completions", f'{{"model": "m", "prompt": {bad}}}'.encode())
+
+
 def test_other_fields() -> None:
     fields = {"model": "m", "prompt": "x", "stream": True, "max_tokens": 9, "cache_salt": "s", "user": "u"}
     body = parse("/v1/completions", json.dumps(fields).encode())

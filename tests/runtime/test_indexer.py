@@ -22,7 +22,8 @@ from aiohttp import web
 from runtime.block_hash import address, hash_blocks, namespace, signed
 from runtime.conductor import Conductor
 from runtime.indexer import LARGEST_BODY, add_routes, service_of, stream_of
-from runtime.kernel.index_match import ANY, COLUMNS, NO_ARRAY, count_blocks, match_media, scan_integers
+from runtime.kernel.index_match import ANY, COLUMNS, count_blocks, match_media
+from runtime.kernel.json_integers import NO_ARRAY, scan_integers
 from runtime.kv_events import KvEventSubscriber
 from runtime.prefix_index import Medium, PrefixIndex
 from runtime.sidecar import Options, Sidecar
@@ -665,7 +666,7 @@ def test_matches_and_counts_against_a_plain_reading():
 
 def scanned(raw: bytes, most: int, quoted: bool) -> list[int] | int:
     room = raw.count(b",") + 1
-    words = np.empty(room, np.uint64)
+    words = np.empty(room, np.uint32 if most < 1 << 32 else np.uint64)
     data = np.frombuffer(raw or b" ", np.uint8)
     count = scan_integers(address(data), len(raw), signed(most), int(quoted), address(words), room)
     return words[:count].tolist() if count >= 0 else int(count)
@@ -688,6 +689,8 @@ def test_integers_of_json_arrays():
             assert scanned(wrong, limit - 1, quoted) == -1 - where, wrong
     for raw in (b"", b" ", b"{}", b"null", b"1", b'"1"'):
         assert scanned(raw, 255, False) == NO_ARRAY
+    assert scanned(b"[0, 10, 007]", 255, False) == -3
+    assert scanned(b'[0, "007"]', 255, True) == [0, 7]
 
 
 # --- the whole way ---------------------------------------------------------------------------------------------------
