@@ -419,13 +419,17 @@ class Conductor:
                 return worker
         return None
 
+    def catch_up(self) -> None:
+        """Bring the books up to now, so that the next decision has less to do."""
+        self.state.advance(self.clock.now())
+
     # --- what becomes of it ------------------------------------------------------------------------------------------
 
     def release(self, request_id: str, how: str = "cancelled") -> None:
         """End a reservation; ids that hold none are ignored."""
         reservation = self.state.reservations.get(request_id)
         if reservation is not None:
-            self.state.advance(self.clock.now())
+            self.catch_up()
             self.state.end(reservation, how)
 
     def served(self, request_id: str, address: str) -> None:
@@ -523,7 +527,7 @@ class Conductor:
         Raises:
             ValueError: it cannot follow the present one.
         """
-        self.state.advance(self.clock.now())
+        self.catch_up()
         self.state.change_cluster(cluster)
         for role in ("policy", "fallback", "shadow", "canary"):
             guard = getattr(self, role)

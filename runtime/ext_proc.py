@@ -83,6 +83,9 @@ class Scheduler(Protocol):
     def schedule(self, request: Request) -> Assignment | Rejection:
         """Decide, and reserve."""
 
+    def catch_up(self) -> None:
+        """Do what is due by now, so that a decision that is about to be asked for has less to do."""
+
     def release(self, request_id: str) -> None:
         """End a reservation: nothing of the request reached a worker. Unknown ids are ignored."""
 
@@ -274,6 +277,7 @@ class _Stream:
             if self.last is None and self.mode == _MODE.STREAMED:
                 await self.echo_request()
         elif self.mode == _MODE.FULL_DUPLEX_STREAMED:
+            self.scheduler.catch_up()  # the body is still on its way
             body, whole, trailers = await self.read_body()
             if self.responded:
                 return
@@ -285,6 +289,7 @@ class _Stream:
             first = _continue("request_headers")
             self.ask_for_less(first)
             await self.write(first)
+            self.scheduler.catch_up()
             message = await self.read()
             kind = message.WhichOneof("request")
             if kind == "response_headers":
@@ -784,6 +789,7 @@ def add_to_server(
         except ValueError:
             _log.warning("worker %s: Envoy takes IP addresses only, and may not find %s", worker.id, worker.address)
     processor = ExternalProcessor(scheduler, options)
+    openai_body.parse("/v1/completions", b'{"model": "m", "prompt": [0]}')  # compiles what reads token ids
     # On the wire there is no difference to stream_stream; here, the last message is returned, not written, which makes
     # gRPC send it in one batch with the end of the stream.
     handler = grpc.stream_unary_rpc_method_handler(

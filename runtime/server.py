@@ -443,7 +443,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     async def GetState(self, request: pb.GetStateRequest, context: Any) -> pb.GetStateResponse:
         conductor = self.conductor
         state = conductor.state
-        state.advance(conductor.clock.now())
+        conductor.catch_up()
         state.count_blocks()
         response = pb.GetStateResponse(
             now_s=float(state.clock["now_s"]),

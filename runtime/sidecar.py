@@ -445,7 +445,7 @@ class Sidecar:
 
     def _engine_metrics(self, worker_id: str, metrics: EngineMetrics) -> None:
         if not self.conductor.clock.external:
-            self.conductor.state.advance(self.conductor.clock.now())
+            self.conductor.catch_up()
         self.conductor.state.engine_metrics(worker_id, metrics)
 
     def _worker_up(self, worker_id: str, up: bool) -> None:
@@ -565,7 +565,7 @@ class Sidecar:
             if self.conductor.clock.external:
                 continue
             try:
-                self.conductor.state.advance(self.conductor.clock.now())
+                self.conductor.catch_up()
             except Exception:
                 log.exception("what was due could not be done")
 

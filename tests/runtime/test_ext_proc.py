@@ -59,6 +59,9 @@ class Scripted:
     def workers(self) -> tuple[Worker, ...]:
         return (self.prefill, *self.decodes)
 
+    def catch_up(self) -> None:
+        pass
+
     def any_decode(self, candidates: frozenset[str] | None = None) -> Worker | None:
         may = [worker for worker in self.decodes if candidates is None or worker.address in candidates]
         self.turn += 1
