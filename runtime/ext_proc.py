@@ -40,6 +40,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Protocol
 
 import grpc
@@ -541,20 +542,14 @@ class _Stream:
         return self.routing(kind, worker.address, [])
 
     def routing(self, kind: str, places: str, further: list[tuple[str, str]]) -> Any:
-        message = ext_proc.ProcessingResponse()
-        common = getattr(message, kind).response
-        common.clear_route_cache = True
-        mutation = common.header_mutation
-        _set(mutation, DESTINATION, places)
-        for name, value in further:
-            _set(mutation, name, value)
+        message = ext_proc.ProcessingResponse.FromString(_routed(kind, places, tuple(further)))
+        mutation = getattr(message, kind).response.header_mutation
         if self.headers.get(REQUEST_ID) != self.request_id:
             _set(mutation, REQUEST_ID, self.request_id)
         kept = {DESTINATION, *(name for name, _ in further)}
         for name in self.headers:
             if name.startswith(CONTROL_HEADERS) and name not in kept:
                 mutation.remove_headers.append(name)
-        message.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields[DESTINATION].string_value = places
         if kind == "request_headers":
             self.ask_for_less(message)
         return message
@@ -699,6 +694,19 @@ def _served(message: Any) -> str:
         if "upstream.address" in attributes.fields:
             return str(attributes.fields["upstream.address"].string_value)
     return ""
+
+
+@lru_cache(4096)
+def _routed(kind: str, places: str, further: tuple[tuple[str, str], ...]) -> bytes:
+    """A serialised message that sends a request somewhere; to read it takes a fraction of making it."""
+    message = ext_proc.ProcessingResponse()
+    common = getattr(message, kind).response
+    common.clear_route_cache = True
+    _set(common.header_mutation, DESTINATION, places)
+    for name, value in further:
+        _set(common.header_mutation, name, value)
+    message.dynamic_metadata.fields[METADATA_NAMESPACE].struct_value.fields[DESTINATION].string_value = places
+    return bytes(message.SerializeToString())
 
 
 def _set(mutation: Any, name: str, value: str) -> None:
