@@ -178,7 +178,10 @@ def settle(at, p, numbers):
     for i in range(len(numbers) - 1, -1, -1):
         number = np.int64(numbers[i])
         if i >= AHEAD:
-            _prefetch_pair(index.expected, index.expected_shift, _pair_key(np.int64(numbers[i - AHEAD]), p))
+            later = np.int64(numbers[i - AHEAD])
+            _prefetch_pair(index.expected, index.expected_shift, _pair_key(later, p))
+            if cell_of(index, later).held == 1:  # it will be given back, unless it is somewhere by now
+                prefetch_slot(index, cell_of(index, later).hash)
         place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
         pair = _pair_at(index.expected, place)
         if pair.key == 0:
