@@ -401,7 +401,8 @@ class LiveState:
         reservation.flight = slot
         self.flying.append(reservation)
         self.reservations[reservation.request_id] = reservation
-        self._schedule(reservation, reservation.expires_s)
+        if reservation.reported or end_s != end_s:  # else it has a step to come, see `_step_at`
+            self._schedule(reservation, reservation.expires_s)
         self.mean_prefill_s[p] += 0.05 * (predicted_s - self.mean_prefill_s[p])
         if end_s == end_s:
             self._runs(p, reservation, reservation.arrival_s, end_s)
@@ -665,8 +666,9 @@ class LiveState:
             self._now_s[0] = now_s
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
+        """Its next step, unless its lease ends before."""
         reservation.due_s = due_s
-        self._schedule(reservation, due_s)
+        self._schedule(reservation, due_s if due_s < reservation.expires_s else reservation.expires_s)
 
     def _schedule(self, reservation: Reservation, due_s: float) -> None:
         self._steps_made += 1

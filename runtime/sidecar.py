@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import math
 import os
@@ -232,6 +233,8 @@ class Sidecar:
         except BaseException:
             await self._close(0.0)
             raise
+        gc.freeze()  # libraries and tables stay: no collection, which is a pause, need look at them again
+        gc.set_threshold(10 * gc.get_threshold()[0])
         await self._stopping.wait()
         log.info("stopping; calls may go on for %g s", self.options.drain_s)
         await self.stop()
