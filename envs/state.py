@@ -290,7 +290,7 @@ OUTCOME = np.dtype(
         ("predicted_tbt_s", "f8"),
         ("prefill_start_s", "f8"),
         ("prefill_end_s", "f8"),
-        ("prefill_s", "f8"),
+        ("prefill_s", "f8"),  # of the instance: of a pipelined group, in the first stage
         ("kv_ready_s", "f8"),
         ("join_s", "f8"),
         ("finish_s", "f8"),
