@@ -14,10 +14,12 @@ from .kernel.latency import (
     block_load_time,
     compute_time,
     context_tokens,
+    drain_ahead,
     expected_stall,
     nic_share,
     prefill_time,
     reuse_tokens,
+    stage_layers,
     tbt,
 )
 from .kernel.memory import (
@@ -88,6 +90,7 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
         features.device_tokens = min(reuse_tokens(device[p], cluster.block_tokens, n), local_tokens)
         load_s = block_load_time(cluster, instance)
         ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], (local[p] - device[p]) * load_s)
+        ttft_local_s += drain_ahead(prefill, instance, now_s, n, local_tokens)
         ttft_fetch_s = ttft_local_s
         fetch_s = 0.0
         fetch_tokens = 0
@@ -104,13 +107,15 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
             fetch_tokens = reused - local_tokens
             ttft_fetch_s = max(
                 queue_s + prefill_time(cluster, instance, n, ready[holder], (ready[holder] - device[p]) * load_s),
-                fetch_s + compute_time(instance, n, reused) / cluster.layers,
+                fetch_s + compute_time(instance, n, reused) / stage_layers(cluster, instance),
             )
+            ttft_fetch_s += drain_ahead(prefill, instance, now_s, n, reused)
         features.fetch_tokens = fetch_tokens
         features.fetch_s = fetch_s
         features.ttft_local_s = ttft_local_s
         features.ttft_fetch_s = ttft_fetch_s
-        features.ttft_recompute_s = queue_s + prefill_time(cluster, instance, n, 0, 0.0)
+        ttft_recompute_s = queue_s + prefill_time(cluster, instance, n, 0, 0.0)
+        features.ttft_recompute_s = ttft_recompute_s + drain_ahead(prefill, instance, now_s, n, 0)
         per_bandwidth = 1.0 / instance.nic_bytes_per_s
         features.tx_used_share = prefill.tx_used * per_bandwidth
         features.rx_used_share = prefill.rx_used * per_bandwidth

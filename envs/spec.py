@@ -92,16 +92,21 @@ class Pool(Nodes):
     @property
     def profile(self) -> HardwareProfile:
         """The hardware profile with this pool's own fields in place."""
-        given = self.model_dump(exclude={"count", "hardware"}, exclude_none=True)
+        given = self.model_dump(exclude={"count", "hardware", "pipeline_nodes"}, exclude_none=True)
         if "times" in given:
             given[self._times_of] = given.pop("times")
         return self._profile_with(given)
 
 
 class PrefillPool(Pool):
-    """Prefill nodes."""
+    """Prefill instances: nodes, or pipelined groups of nodes (docs/physics.md, "Pipelined groups")."""
 
     _times_of: ClassVar[str] = "prefill"
+    pipeline_nodes: PositiveInt = Field(
+        default=1,
+        description="nodes of an instance, each of this hardware; `count` is that of instances. TTFT gains only where "
+        "inputs have several chunks (times.chunk_tokens): a single one takes a group as long as a node",
+    )
     times: PrefillTimes | None = None
     h2d_bytes_per_s: PositiveFloat | None = None
     device_kv_tokens: int | None = Field(default=None, ge=0)
@@ -156,6 +161,11 @@ class ClusterSpec(_Described):
                     f"prefill.{i}: device_kv_tokens ({pool.profile.device_kv_tokens}) is above host_kv_tokens "
                     f"({pool.profile.host_kv_tokens}); the device holds the recent part of what the host holds"
                 )
+            if pool.pipeline_nodes > self.model.layers:
+                raise ValueError(
+                    f"prefill.{i}: pipeline_nodes ({pool.pipeline_nodes}) is above the model's layers "
+                    f"({self.model.layers}); each node of a pipeline holds some of them"
+                )
         return self
 
     @property
@@ -185,17 +195,18 @@ class ClusterSpec(_Described):
         prefill = np.zeros(self.n_prefill, PREFILL_PARAMETERS)
         i = 0
         for pool in self.prefill:
-            node = pool.profile
+            node, nodes = pool.profile, pool.pipeline_nodes
             prefill[i : i + pool.count] = (
                 node.prefill.base_s,
                 node.prefill.linear_s,
                 node.prefill.quadratic_s,
                 node.prefill.chunk_tokens,
                 node.prefill.chunk_overhead_s,
-                node.h2d_bytes_per_s,
-                node.nic_bytes_per_s,
-                node.device_kv_tokens // self.block_tokens,
-                node.host_kv_tokens // self.block_tokens,
+                nodes * node.h2d_bytes_per_s,
+                nodes * node.nic_bytes_per_s,
+                nodes * node.device_kv_tokens // self.block_tokens,
+                nodes * node.host_kv_tokens // self.block_tokens,
+                nodes,
             )
             i += pool.count
         decode = np.zeros(self.n_decode, DECODE_PARAMETERS)

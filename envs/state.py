@@ -78,6 +78,7 @@ PREFILL_PARAMETERS = np.dtype(
         ("nic_bytes_per_s", "f8"),
         ("device_blocks", "i8"),
         ("host_blocks", "i8"),
+        ("pipeline_nodes", "i8"),
     ],
     align=True,
 )
@@ -128,7 +129,7 @@ CLOCK = np.dtype(
 PREFILL = np.dtype(
     [
         ("up", "i8"),
-        ("running", "i8"),
+        ("running", "i8"),  # of a pipelined group, the first stage; so is when it ends
         ("queue_requests", "i8"),
         ("running_end_s", "f8"),  # the scheduler's estimate
         ("queued_s", "f8"),  # predicted seconds of prefill in the queue, the running one excluded
@@ -139,6 +140,7 @@ PREFILL = np.dtype(
         ("tx_used", "f8"),  # bytes per second
         ("rx_used", "f8"),
         ("tx_backlog_bytes", "f8"),
+        ("drain_s", "f8"),  # by how much the last stage is expected to be later than the first
     ],
     align=True,
 )
@@ -288,7 +290,7 @@ OUTCOME = np.dtype(
         ("predicted_tbt_s", "f8"),
         ("prefill_start_s", "f8"),
         ("prefill_end_s", "f8"),
-        ("prefill_s", "f8"),
+        ("prefill_s", "f8"),  # of the instance: of a pipelined group, in the first stage
         ("kv_ready_s", "f8"),
         ("join_s", "f8"),
         ("finish_s", "f8"),
@@ -325,11 +327,11 @@ JOB = np.dtype(
         ("local", "i4"),  # a fetch brings blocks [local, hit)
         ("holder", "i4"),
         ("landed", "i4"),  # no fetch under way
-        ("next", "i4"),  # next in the prefill queue, later in the decode FIFO
+        ("next", "i4"),  # next in the prefill queue, then among those that drain, later in the decode FIFO
         ("flight", "i4"),
         ("first_segment", "i8"),
         ("predicted_s", "f8"),
-        ("fetch_eta_s", "f8"),
+        ("due_s", "f8"),  # when its fetch is expected, later when its prefill ends
         ("duration_s", "f8"),
         ("compute_s", "f8"),
     ],
@@ -341,6 +343,8 @@ PREFILL_TIMER = np.dtype(
         ("queue_tail", "i4"),
         ("job", "i4"),
         ("last_release", "i4"),
+        ("drain_head", "i4"),  # those that have left the first stage of a pipelined group
+        ("drain_tail", "i4"),
     ],
     align=True,
 )

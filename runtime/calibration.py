@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
+from envs.kernel.latency import longest_chunk
 from envs.state import Parameters
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ HUBER = 2.5
 LEAST, MOST = 0.01, 100.0
 USUAL_ERROR, LEAST_ERROR, MOST_ERROR = 0.3, 0.01, 1.0  # median absolute log error: at first, and its bounds
 SHIFT, LEAST_SHIFT = 12, 0.25  # errors on one side, and how far, until all coefficients are moved at once
+MOST_WAIT = 0.05  # share of a prefill that is spent behind another in a pipelined group
 LEAST_KNOWN = 1e-6  # information below which nothing more is forgotten
 LONGEST_S = 86_400.0
 
@@ -411,6 +413,8 @@ class Calibration:
             if len(names) != count or len(set(names)) != count:
                 raise ValueError(f"{what}: expected {count} different ids, found {list(names)}")
         self.parameters = parameters
+        if (parameters.prefill["pipeline_nodes"] > 1).any():
+            longest_chunk(parameters.prefill[0], 1, 0)  # compiled now, not at the first measurement
 
     def rebind(
         self,
@@ -489,29 +493,49 @@ class Calibration:
     # --- what happened
 
     def prefill_observed(
-        self, p: int, input_tokens: int, reused_tokens: int, seconds: float, *, load_s: float = 0.0
+        self,
+        p: int,
+        input_tokens: int,
+        reused_tokens: int,
+        seconds: float,
+        *,
+        load_s: float = 0.0,
+        drain_s: float = 0.0,
     ) -> None:
-        """A prefill took `seconds`, waiting excluded.
+        """A prefill took `seconds`, waiting excluded, to the end of the last stage where p is a pipelined group.
 
         Args:
             load_s: predicted seconds for the reused prefix to come from host memory. Compute and load overlap; where
                 the load is the longer one the measurement says nothing about compute, and is refused.
+            drain_s: predicted seconds in the later stages of a group. Where much of that is spent behind the request
+                before it, the measurement says more of that one, and is refused.
         """
         if not (0 <= reused_tokens < input_tokens < 1 << 40 and self._possible(seconds) and 0.0 <= load_s < LONGEST_S):
             self.refused += 1
             return
         row = self.parameters.prefill[p]
+        nodes = int(row["pipeline_nodes"])
         new = float(input_tokens - reused_tokens)
-        features = (1.0, new, float(input_tokens) ** 2 - float(reused_tokens) ** 2)
+        squares = float(input_tokens) ** 2 - float(reused_tokens) ** 2
+        features = (1.0 / nodes, new / nodes, squares / nodes)
         fixed_s = 0.0
         overhead_s = float(row["chunk_overhead_s"])
         if overhead_s > 0.0:
-            fixed_s = overhead_s * (math.ceil(new / int(row["chunk_tokens"])) - 1)
+            fixed_s = overhead_s * (math.ceil(new / int(row["chunk_tokens"])) - 1) / nodes
         if load_s > 0.0:
             if load_s >= seconds or load_s >= self._fit(self.prefills[p], Kind.PREFILL).predict(features, fixed_s):
                 self.refused += 1
                 return
-            fixed_s += load_s / float(self.parameters.cluster[0]["layers"])
+            fixed_s += load_s * nodes / float(self.parameters.cluster[0]["layers"])
+        if nodes > 1:
+            later = (nodes - 1) / nodes
+            start, stop, longest_s = longest_chunk(row, input_tokens, reused_tokens)
+            if drain_s - later * longest_s > MOST_WAIT * seconds:
+                self.refused += 1
+                return
+            first, tokens, squares = start == reused_tokens, stop - start, float(stop) ** 2 - float(start) ** 2
+            features = (features[0] + later * first, features[1] + later * tokens, features[2] + later * squares)
+            fixed_s += 0.0 if first else later * overhead_s
         self._observed(self.prefills[p], Kind.PREFILL, features, seconds, fixed_s)
 
     def decode_observed(self, d: int, batch: float, kv_tokens: float, tbt_s: float, *, stall_s: float = 0.0) -> None:

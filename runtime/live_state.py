@@ -65,7 +65,8 @@ class Reservation:
     prefill_start_s = NAN
     prefill_end_s = NAN
     join_s = NAN
-    due_s = math.inf  # of the next predicted step, where nothing is reported
+    due_s = math.inf  # of the next predicted step, where it is not reported
+    drain_s = 0.0  # predicted for the later stages of a pipelined group
     ttft_s = NAN
     tbt_s = NAN
     output_tokens = 0
@@ -182,7 +183,8 @@ class LiveState:
         )
         p, d = len(self.prefills), len(self.decodes)
         self.queues: list[deque[Reservation]] = [deque() for _ in range(p)]
-        self.running: list[Reservation | None] = [None] * p
+        self.running: list[Reservation | None] = [None] * p  # of a pipelined group, in the first stage
+        self.pipelined = (self.observer.parameters.prefill["pipeline_nodes"] > 1).tolist()
         self.fetching = np.zeros(p, np.int64)
         self.reports_nic = np.zeros(p + d, np.uint8)  # whose NICs are reported, and need no reckoning
         self.flying: list[Reservation] = []  # by row of `flight`
@@ -398,6 +400,8 @@ class LiveState:
         reservation.fetching, reservation.fetch_bytes = fetching, fetching * self.block_bytes
         reservation.loaded_blocks = loaded
         reservation.predicted_s, reservation.reused_tokens = predicted_s, reused_tokens
+        if self.pipelined[p]:
+            reservation.drain_s = float(self.prefill["drain_s"][p])
         reservation.flight = slot
         self.flying.append(reservation)
         self.reservations[reservation.request_id] = reservation
@@ -438,8 +442,18 @@ class LiveState:
         self.running[p] = reservation
         reservation.stage = Stage.PREFILL
         reservation.prefill_start_s = now_s
-        if not reservation.reported:
+        if not reservation.reported or self.pipelined[p]:
             self._step_at(reservation, end_s)
+
+    def _leave_first_stage(self, reservation: Reservation, at_s: float) -> None:
+        """It makes way for the next in the first stage of its pipelined group: no engine reports that."""
+        p = reservation.prefill
+        self.running[p] = None
+        self.prefill["running"][p] = 0
+        if self.queues[p]:
+            self._begin(p, at_s)
+        if not reservation.reported:
+            self._step_at(reservation, at_s + reservation.drain_s)
 
     def _unqueue(self, p: int, reservation: Reservation) -> None:
         external = self.external_prefill[p]
@@ -455,9 +469,11 @@ class LiveState:
             self._begin(p, at_s)
         if reservation.stage == Stage.PREFILL:
             reservation.prefill_start_s = at_s
-            end_s = expected_end_s if expected_end_s > 0 else at_s + reservation.predicted_s
+            end_s = expected_end_s - reservation.drain_s if expected_end_s > 0 else at_s + reservation.predicted_s
             if self.running[p] is reservation:
                 self.prefill["running_end_s"][p] = end_s
+                if self.pipelined[p]:
+                    self._step_at(reservation, end_s)
 
     def fetch_landed(self, reservation: Reservation) -> None:
         """The prefix that it fetches is on its prefill instance."""
@@ -646,14 +662,9 @@ class LiveState:
             due_s, _, reservation = heapq.heappop(self._steps)
             if reservation.stage == Stage.GONE:
                 continue
-            if not reservation.reported and due_s == reservation.due_s:
+            if due_s == reservation.due_s:
                 reservation.due_s = math.inf
-                if reservation.stage == Stage.PREFILL:
-                    self.prefill_done(reservation, due_s)
-                elif reservation.stage == Stage.TRANSFER:
-                    self.joined([reservation], due_s)
-                elif reservation.stage == Stage.DECODE:
-                    self.finished(reservation, due_s)
+                self._step(reservation, due_s)
             elif reservation.expires_s <= now_s:
                 self.expired += 1
                 self.end(reservation, "expired", now_s)
@@ -664,6 +675,26 @@ class LiveState:
             self._forget_s = now_s + FORGET_EVERY_S
         if now_s > self._now_s[0]:
             self._now_s[0] = now_s
+
+    def _step(self, reservation: Reservation, at_s: float) -> None:
+        """The step that was predicted for it."""
+        p = reservation.prefill
+        if reservation.stage == Stage.PREFILL and self.pipelined[p] and self.running[p] is reservation:
+            if reservation.reported and reservation.fetching:
+                return  # held up, nobody knows for how long
+            end_s = float(self.prefill["running_end_s"][p])
+            if end_s > at_s:  # the engine has said so since
+                self._step_at(reservation, end_s)
+            else:
+                self._leave_first_stage(reservation, at_s)
+        elif reservation.reported:
+            return  # has taken it already, or will
+        elif reservation.stage == Stage.PREFILL:
+            self.prefill_done(reservation, at_s)
+        elif reservation.stage == Stage.TRANSFER:
+            self.joined([reservation], at_s)
+        elif reservation.stage == Stage.DECODE:
+            self.finished(reservation, at_s)
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
         """Its next step, unless its lease ends before."""
@@ -682,6 +713,9 @@ class LiveState:
         running, waiting = (int(min(count or 0, MOST_REQUESTS)) for count in (metrics.running, metrics.waiting))
         if p is not None:
             ours = len(self.queues[p]) + (self.running[p] is not None)
+            if self.pipelined[p]:
+                drain = (r.prefill == p and r.stage == Stage.PREFILL and r is not self.running[p] for r in self.flying)
+                ours += sum(drain)
             old = self.external_prefill[p]
             if d is not None:  # coupled: what decodes is running too
                 ours += int(self.decode["batch"][d]) - self.external_decode[d].batch

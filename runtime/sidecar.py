@@ -501,6 +501,7 @@ class Sidecar:
                 reservation.reused_tokens,
                 reservation.prefill_s,
                 load_s=reservation.loaded_blocks * state.block_bytes / bandwidth,
+                drain_s=reservation.drain_s,
             )
         if reservation.output_tokens > 1 and not math.isnan(reservation.batch):
             iteration_s = reservation.decode_s / (reservation.output_tokens - 1)

@@ -30,7 +30,8 @@ def random_case(seed: int) -> Case:
         nic_exponents = (4.5, 6.2)
         if rng.random() < 0.7:  # a large tier next to small ones, which fetch again and again
             sizes[rng.randrange(prefill_count)] = (60, 150)
-    prefill = [_prefill(rng, size, nic_exponents) for size in sizes[:prefill_count]]
+    most_nodes = min(4, cluster["layers"])
+    prefill = [_prefill(rng, size, nic_exponents, most_nodes) for size in sizes[:prefill_count]]
     decode = [_decode(rng) for _ in range(rng.randint(1, 4))]
     requests = _requests(rng, cluster["block_tokens"], tight)
     return cluster, prefill, decode, requests, random.Random(rng.random())
@@ -63,7 +64,10 @@ def _cluster(rng: random.Random) -> dict[str, Any]:
 
 
 def _prefill(
-    rng: random.Random, host_sizes: tuple[int, int], nic_exponents: tuple[float, float]
+    rng: random.Random,
+    host_sizes: tuple[int, int],
+    nic_exponents: tuple[float, float],
+    most_nodes: int,
 ) -> dict[str, Any]:
     host_blocks = rng.randint(*host_sizes)
     return {
@@ -72,6 +76,7 @@ def _prefill(
         "quadratic_s": rng.uniform(1e-6, 1e-5),
         "chunk_tokens": rng.randint(8, 150),
         "chunk_overhead_s": rng.uniform(0.001, 0.01),
+        "pipeline_nodes": rng.randint(1, most_nodes),
         "h2d_bytes_per_s": 10.0 ** rng.uniform(5.3, 7.0),
         "nic_bytes_per_s": 10.0 ** rng.uniform(*nic_exponents),
         "device_blocks": rng.randint(0, host_blocks),

@@ -31,7 +31,7 @@ CLUSTER_NUMBERS = (
     "prior_decode_s",
     "rate_horizon_s",
 )
-PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks")
+PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks", "pipeline_nodes")
 PREFILL_NUMBERS = (
     "base_s",
     "linear_s",
@@ -99,7 +99,8 @@ class Job:
     prefill_start_s: float = NAN
     duration_s: float = NAN
     compute_s: float = NAN
-    finish_s: float | None = None  # of the prefill, None while not known
+    free_s: float | None = None  # leaves the first stage, None while not known
+    finish_s: float | None = None  # of the prefill, likewise
     stream: Transfer | None = None
     joined: bool = False
     join_s: float = NAN
@@ -132,8 +133,10 @@ class PrefillNode:
         # that covered it.
         self.releases: list[list[int]] = []
         self.queue: list[Job] = []
-        self.running: Job | None = None
+        self.running: Job | None = None  # in the first stage
+        self.draining: list[Job] = []  # in the later ones, first in first out
         self.running_end = 0.0
+        self.drain_s = 0.0
 
     @property
     def queued_s(self) -> float:
@@ -462,6 +465,7 @@ class ReferenceCluster:
             job.predicted_duration_s = self._duration(
                 p, n, job.hit, max(0, job.hit - view.device_k)
             )
+        node.drain_s = self._drain_ahead(p, n, self._reuse(n, job.hit))
         node.queue.append(job)
         # Step 4. The pending requests of d are those in flight that have not joined.
         self.in_flight.append(job)
@@ -486,8 +490,11 @@ class ReferenceCluster:
                 end = self.network_s + transfer.left_bytes / transfer.rate
                 events.append((max(self.now, end), 1, transfer.number))
         for p, prefill in enumerate(self.prefill):
-            if prefill.running is not None and prefill.running.finish_s is not None:
-                events.append((prefill.running.finish_s, 2, p))
+            if prefill.running is not None and prefill.running.free_s is not None:
+                events.append((prefill.running.free_s, 2, p))
+            for job in prefill.draining:
+                assert job.finish_s is not None
+                events.append((job.finish_s, 2, p))
         for d, decode in enumerate(self.decode):
             if decode.iteration_end_s is not None:
                 events.append((decode.iteration_end_s, 3, d))
@@ -502,7 +509,7 @@ class ReferenceCluster:
         elif kind == 1:
             self._complete_transfer(next(x for x in self.active if x.number == order))
         elif kind == 2:
-            self._end_prefill(order)
+            self._advance_prefill(order)
         else:
             self._end_iteration(order)
         if self.check_every_event:
@@ -521,16 +528,43 @@ class ReferenceCluster:
 
     def _compute(self, p: int, n: int, h: int) -> float:
         """Section "Prefill": time to compute what is left of n tokens when h are reused."""
+        return sum(self._chunks(p, n, h)) / int(self.prefill[p].x["pipeline_nodes"])
+
+    def _chunks(self, p: int, n: int, h: int) -> list[float]:
+        """Section "Pipelined groups": what each chunk takes a node that has all layers."""
         x = self.prefill[p].x
-        chunks = math.ceil((n - h) / x["chunk_tokens"])
-        if chunks > 1:
+        chunks: list[float] = []
+        for s in range(h, n, x["chunk_tokens"]):
+            e = min(s + x["chunk_tokens"], n)
+            work = x["quadratic_s"] * (e**2 - s**2) + x["linear_s"] * (e - s)
+            chunks.append(work + (x["chunk_overhead_s"] if chunks else x["base_s"]))
+        if len(chunks) > 1:
             self.seen["several chunks"] += 1
-        return float(
-            x["quadratic_s"] * (n**2 - h**2)
-            + x["linear_s"] * (n - h)
-            + x["base_s"]
-            + x["chunk_overhead_s"] * (chunks - 1)
-        )
+        return chunks
+
+    def _drain(self, p: int, n: int, h: int) -> float:
+        """Section "Pipelined groups": from the first stage's end to the last one's."""
+        nodes = int(self.prefill[p].x["pipeline_nodes"])
+        chunks = self._chunks(p, n, h)
+        if nodes > 1 and len(chunks) > 1:
+            at = chunks.index(max(chunks))
+            where = {0: "first", len(chunks) - 1: "last"}.get(at, "last full")
+            self.seen[f"the {where} chunk is the longest"] += 1
+        return (nodes - 1) / nodes * max(chunks)
+
+    def _drain_ahead(self, p: int, n: int, h: int) -> float:
+        """Section "What the scheduler knows and predicts": `drain_ahead(p, h)`."""
+        node = self.prefill[p]
+        if node.x["pipeline_nodes"] == 1:
+            return 0.0
+        left = node.drain_s - max(0.0, self.now - node.running_end)
+        drain = self._drain(p, n, h)
+        if left > drain:
+            self.seen["expects to drain behind another"] += 1
+        return max(drain, left)
+
+    def _layers_per_node(self, p: int) -> float:
+        return float(self.x["layers"] / self.prefill[p].x["pipeline_nodes"])
 
     def _block_bytes(self) -> float:
         return float(self.x["block_tokens"] * self.x["kv_bytes_per_token"])
@@ -541,7 +575,7 @@ class ReferenceCluster:
         h = j * self._block_bytes() / self.prefill[p].x["h2d_bytes_per_s"]
         if h > c:
             self.seen["load longer than compute"] += 1
-        return float(max(c, h) + min(c, h) / self.x["layers"])
+        return float(max(c, h) + min(c, h) / self._layers_per_node(p))
 
     def _holder(self, p: int, blocks: Sequence[int]) -> tuple[int, int]:
         """Section "Holder": the instance and its ready_k; (-1, 0) when p is alone."""
@@ -631,7 +665,8 @@ class ReferenceCluster:
         else:
             self.seen["start with an unlanded fetch"] += 1
             fetch_eta = job.decided_s + job.fetch_s
-            node.running_end = max(t + job.duration_s, fetch_eta + job.compute_s / self.x["layers"])
+            one_layer_s = job.compute_s / self._layers_per_node(p)
+            node.running_end = max(t + job.duration_s, fetch_eta + one_layer_s)
         reused = self._reuse(n, k)
         self.outcomes[job.index].update(
             prefill_start_s=t,
@@ -639,11 +674,19 @@ class ReferenceCluster:
             device_tokens=min(self._reuse(n, device_k), reused),
         )
         if job.fetch_landed:
-            self._finish_known(job, t + job.duration_s)
+            self._finish_known(job, t + job.duration_s, reused)
 
-    def _finish_known(self, job: Job, finish_s: float) -> None:
+    def _finish_known(self, job: Job, free_s: float, reused: int) -> None:
         """The end of a running prefill is known: its KV stream starts."""
-        job.finish_s = finish_s
+        node = self.prefill[job.prefill]
+        finish_s = free_s + self._drain(job.prefill, job.n, reused)
+        if node.draining:
+            before_s = node.draining[-1].finish_s
+            assert before_s is not None
+            if before_s + job.duration_s > finish_s:
+                self.seen["held up in the pipeline"] += 1
+                finish_s = before_s + job.duration_s
+        job.free_s, job.finish_s = free_s, finish_s
         if job.o > 1:
             total = job.n * self.x["kv_bytes_per_token"]
             job.stream = self._start_transfer(
@@ -674,18 +717,30 @@ class ReferenceCluster:
         job.fetch_landed = True
         if node.running is job:
             by_compute = job.prefill_start_s + job.duration_s
-            by_fetch = self.now + job.compute_s / self.x["layers"]
+            by_fetch = self.now + job.compute_s / self._layers_per_node(job.prefill)
             self.seen["fetch delays its prefill" if by_fetch > by_compute else "fetch hidden"] += 1
             node.running_end = max(by_compute, by_fetch)
-            self._finish_known(job, node.running_end)
+            reused = int(self.outcomes[job.index]["reused_tokens"])
+            self._finish_known(job, node.running_end, reused)
 
-    def _end_prefill(self, p: int) -> None:
-        """Section "End of a prefill at time t"."""
+    def _advance_prefill(self, p: int) -> None:
+        """What is due at p now: section "End of a prefill at time t", last line."""
+        node = self.prefill[p]
+        if node.running is not None and node.running.free_s == self.now:
+            self._leave_first_stage(p)
+        if node.draining and node.draining[0].finish_s == self.now:
+            self._end_prefill(node.draining.pop(0))
+        if node.running is None and node.queue:
+            if node.draining:
+                self.seen["starts while another drains"] += 1
+            self._start_prefill(p)
+
+    def _leave_first_stage(self, p: int) -> None:
+        """Section "The first stage is left at time t"."""
         t, node = self.now, self.prefill[p]
         job = node.running
         assert job is not None and job.fetch_landed
         blocks = job.request.blocks
-        outcome = self.outcomes[job.index]
         # Step 1.
         for block in blocks:
             if block not in node.resident:
@@ -714,10 +769,15 @@ class ReferenceCluster:
         job.pins = []
         node.release(blocks)
         # Step 4.
+        self.outcomes[job.index]["prefill_s"] = t - job.prefill_start_s
+        node.running = None
+        node.draining.append(job)
+
+    def _end_prefill(self, job: Job) -> None:
+        """Section "End of a prefill at time t"."""
+        t, outcome = self.now, self.outcomes[job.index]
         outcome["ttft_s"] = t - job.request.arrival_s
         outcome["prefill_end_s"] = t
-        outcome["prefill_s"] = t - job.prefill_start_s
-        # Step 5.
         if job.o == 1:
             self.seen["one output token"] += 1
             self._complete(job, decode_s=None)
@@ -727,10 +787,6 @@ class ReferenceCluster:
             job.stream.cap = INFINITY
             self._update_rates()
             job.start = t
-        # Step 6.
-        node.running = None
-        if node.queue:
-            self._start_prefill(p)
 
     # ------------------------------------------------------------------ network
 
@@ -953,7 +1009,8 @@ class ReferenceCluster:
         if node.running is not None:
             queue_s = max(0.0, node.running_end - self.now) + node.queued_s
         ttft_local = queue_s + self._duration(p, n, local_k, max(0, local_k - device_k))
-        ttft_recompute = queue_s + self._duration(p, n, 0, 0)
+        ttft_local += self._drain_ahead(p, n, self._reuse(n, local_k))
+        ttft_recompute = queue_s + self._duration(p, n, 0, 0) + self._drain_ahead(p, n, 0)
         holder, holder_k = self._holder(p, blocks)
         has_fetch = holder_k > local_k
         fetch_s, ttft_fetch = 0.0, ttft_local
@@ -964,8 +1021,9 @@ class ReferenceCluster:
             compute_s = self._compute(p, n, self._reuse(n, holder_k))
             ttft_fetch = max(
                 queue_s + self._duration(p, n, holder_k, max(0, holder_k - device_k)),
-                fetch_s + compute_s / self.x["layers"],
+                fetch_s + compute_s / self._layers_per_node(p),
             )
+            ttft_fetch += self._drain_ahead(p, n, self._reuse(n, holder_k))
         return PrefillView(
             local_k=local_k,
             device_k=device_k,
@@ -1019,8 +1077,11 @@ class ReferenceCluster:
         assert sorted(arriving) == sorted(node.arriving), "blocks in transfer do not add up"
         assert all(block in pins for block in arriving), "a pinned block is missing"
         assert (node.running is not None) or not node.queue, "an idle instance has a queue"
-        if node.running is not None and node.running.finish_s is not None:
-            assert node.running.finish_s >= self.now
+        if node.running is not None and node.running.free_s is not None:
+            assert node.running.free_s >= self.now
+        ends = [job.finish_s for job in node.draining if job.finish_s is not None]
+        assert ends == sorted(ends) and all(end >= self.now for end in ends), "overtaken"
+        assert not node.draining or node.x["pipeline_nodes"] > 1, "one node has no later stages"
 
     def _check_decode(self, d: int, node: DecodeNode) -> None:
         assert node.reserved <= node.x["kv_capacity_tokens"], "reserved over capacity"

@@ -47,6 +47,7 @@ PREFILL: dict[str, Any] = {
     "nic_bytes_per_s": 100.0,
     "device_blocks": 0,
     "host_blocks": 100,
+    "pipeline_nodes": 1,
 }
 # step(B, K) = 1 + 0.5 B + 0.01 K. The sending side is what limits a stream.
 DECODE: dict[str, Any] = {
@@ -182,6 +183,115 @@ def test_chunks() -> None:
     simulator = build([Request(0.0, 20, 1, [])], [{"chunk_tokens": 7, "chunk_overhead_s": 0.25}])
     run(simulator, [(0, 0, "local")])
     assert simulator.outcomes[0]["ttft_s"] == pytest.approx(3.5)
+
+
+# Two nodes, three chunks: 10, 10 and 5 tokens take one node 2, 3 and 2.125 s.
+PIPELINE: dict[str, Any] = {
+    "base_s": 0.5,
+    "linear_s": 0.1,
+    "quadratic_s": 0.005,
+    "chunk_tokens": 10,
+    "chunk_overhead_s": 0.5,
+    "pipeline_nodes": 2,
+}
+
+
+def test_a_pipeline_by_hand() -> None:
+    requests = [Request(0.0, 25, 1, []), Request(1.0, 10, 1, []), Request(4.0, 10, 2, [])]
+    simulator = build(requests, [PIPELINE])
+    seen = run(simulator, [(0, 0, "local")] * 3)
+    first, second, third = simulator.outcomes
+    # First stage 0-1, 1-2.5, 2.5-3.5625. Second 1-2, 2.5-4, 4-5.0625.
+    assert first["prefill_s"] == pytest.approx(3.5625)
+    assert first["ttft_s"] == first["prefill_end_s"] == pytest.approx(3.5625 + 3 / 2)
+    # Its one chunk: first stage 3.5625-4.5625, second 5.0625-6.0625, behind the first request.
+    assert second["prefill_start_s"] == pytest.approx(3.5625)
+    assert second["prefill_end_s"] == pytest.approx(6.0625)
+    # Predicted when the first was running: it will be 1.5 s behind the first stage.
+    assert second["predicted_ttft_s"] == second["ttft_s"] == pytest.approx(5.0625)
+    assert simulator.seen["held up in the pipeline"] == 2
+    # First stage 4.5625-5.5625, second 6.0625-7.0625.
+    assert third["prefill_end_s"] == pytest.approx(7.0625)
+    assert third["predicted_ttft_s"] == third["ttft_s"]
+    assert seen[2]["prefill"]["queue_s"] == pytest.approx([0.5625])
+    # Its stream: half of 10 bytes until the prefill ends.
+    assert third["kv_ready_s"] == pytest.approx(7.0625 + 5 / 100 + 0.5)
+
+
+def test_what_is_in_the_pipeline_drains_while_nothing_enters() -> None:
+    requests = [Request(0.0, 25, 1, []), Request(4.5625, 10, 1, [])]
+    simulator = build(requests, [PIPELINE])
+    seen = run(simulator, [(0, 0, "local")] * 2)
+    # The first has left the first stage at 3.5625 and ends at 5.0625: it is out of the way.
+    assert seen[1]["prefill"]["queue_s"] == [0.0]
+    assert simulator.outcomes[1]["ttft_s"] == pytest.approx(1.0 + 1.0)
+    assert simulator.outcomes[1]["predicted_ttft_s"] == pytest.approx(2.0)
+
+
+def test_the_next_request_reuses_what_drains() -> None:
+    requests = [Request(0.0, 25, 1, [1, 2, 3]), Request(3.625, 30, 1, [1, 2, 3])]
+    simulator = build(requests, [PIPELINE | {"device_blocks": 3}])
+    run(simulator, [(0, 0, "local")] * 2)
+    second = simulator.outcomes[1]
+    assert second["prefill_start_s"] == 3.625 < simulator.outcomes[0]["prefill_end_s"]
+    # One token, at 29: 0.5 + 0.1 + 0.005 (900 - 841) = 0.895 s on one node.
+    assert second["reused_tokens"] == 29
+    assert second["prefill_end_s"] == pytest.approx(5.0625 + 0.895 / 2)
+
+
+def test_loads_and_fetches_are_shared_by_the_nodes_of_a_pipeline() -> None:
+    requests = [Request(0.0, 20, 1, [1, 2]), Request(10.0, 20, 1, [1, 2])]
+    group = PIPELINE | {"h2d_bytes_per_s": 8.0}
+    simulator = build(requests, [group])
+    run(simulator, [(0, 0, "local")] * 2)
+    # One of two layers per node: all of C = (0.5 + 0.1 + 0.005 (400 - 361)) / 2 comes after H = 20 / 8.
+    compute_s = 0.795 / 2
+    assert simulator.outcomes[1]["prefill_s"] == pytest.approx(2.5 + compute_s)
+    assert simulator.outcomes[1]["ttft_s"] == pytest.approx(2.5 + 2 * compute_s)
+    simulator = build(requests, [group, group], transfer_latency_s=5.0)
+    run(simulator, [(0, 0, "local"), (1, 0, "fetch")])
+    # The fetch lands 20 / 100 + 5 s after the decision; then a layer, and the second stage.
+    assert simulator.outcomes[1]["prefill_s"] == pytest.approx(5.2 + compute_s)
+    assert simulator.outcomes[1]["ttft_s"] == pytest.approx(5.2 + 2 * compute_s)
+    assert simulator.outcomes[1]["predicted_ttft_s"] == pytest.approx(5.2 + 2 * compute_s)
+
+
+def through_the_stages(nodes: int, chunks: Sequence[tuple[float, float]]) -> list[float]:
+    """When each chunk leaves the last stage, one stage and chunk after the other. A chunk: (may start, seconds)."""
+    free = [0.0] * nodes
+    ends = []
+    for ready_s, chunk_s in chunks:
+        for k in range(nodes):
+            ready_s = free[k] = max(ready_s, free[k]) + chunk_s / nodes
+        ends.append(ready_s)
+    return ends
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(0, 10**6))
+def test_a_pipeline_chunk_by_chunk(seed: int) -> None:
+    """The closed form for requests behind each other is what comes of moving every chunk through every stage."""
+    rng = np.random.default_rng(seed)
+    nodes = int(rng.integers(1, 5))
+    changes = PIPELINE | {"pipeline_nodes": nodes, "quadratic_s": 10.0 ** rng.uniform(-6, -2)}
+    changes["base_s"], changes["chunk_overhead_s"] = rng.uniform(0, 2, 2)
+    arrivals = np.cumsum(rng.exponential(10.0 ** rng.uniform(-1, 1.5), 12))
+    requests = [Request(float(t), int(rng.integers(1, 80)), 1, []) for t in arrivals]
+    simulator = build(requests, [changes], layers=4)
+    run(simulator, [(0, 0, "local")] * len(requests))
+    chunks, last = [], []
+    for request in requests:
+        for s in range(0, request.input_tokens, 10):
+            e = min(s + 10, request.input_tokens)
+            fixed_s = changes["chunk_overhead_s"] if s else changes["base_s"]
+            work_s = 0.1 * (e - s) + changes["quadratic_s"] * (e**2 - s**2)
+            chunks.append((request.arrival_s, work_s + fixed_s))
+        last.append(len(chunks) - 1)
+    ends = through_the_stages(nodes, chunks)
+    expected = [ends[i] for i in last]
+    assert [outcome["prefill_end_s"] for outcome in simulator.outcomes] == pytest.approx(expected)
+    predicted = [outcome["predicted_ttft_s"] for outcome in simulator.outcomes]
+    assert [outcome["ttft_s"] for outcome in simulator.outcomes] == pytest.approx(predicted)
 
 
 def test_rejected_at_arrival() -> None:
@@ -625,7 +735,7 @@ def test_invariants(seed: int) -> None:
     assert not simulator.active and not simulator.landing
     for node in simulator.prefill:
         assert not node.pins and not node.pending and not node.arriving
-        assert node.running is None and not node.queue
+        assert node.running is None and not node.queue and not node.draining
     for node_d in simulator.decode:
         assert not node_d.batch and not node_d.waiting
 
@@ -695,6 +805,7 @@ def test_random_cases_take_every_branch() -> None:
         "contention on tx",
         "device eviction",
         "eviction skips a pinned block",
+        "expects to drain behind another",
         "fetch cut short",
         "fetch degraded to local",
         "fetch delays its prefill",
@@ -703,6 +814,7 @@ def test_random_cases_take_every_branch() -> None:
         "fetch landed before the start",
         "fetch without more at the holder is local",
         "good",
+        "held up in the pipeline",
         "hit on pending blocks",
         "holder tie by backlog",
         "holder tie by index",
@@ -728,8 +840,12 @@ def test_random_cases_take_every_branch() -> None:
         "source recompute",
         "stall of a running batch",
         "start with an unlanded fetch",
+        "starts while another drains",
         "stream at its cap",
         "stream below cap",
+        "the first chunk is the longest",
+        "the last chunk is the longest",
+        "the last full chunk is the longest",
         "violated",
         "wait for VRAM",
         "wait for max_batch",

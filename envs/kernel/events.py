@@ -27,7 +27,7 @@ from .memory import (
     state_of,
 )
 from .network import complete_flow, next_flow, schedule_network, take_landing
-from .prefill import admit, end_prefill, land_fetch
+from .prefill import admit, advance_prefill, land_fetch
 from .timers import clear_timers, next_due
 
 REJECTED_AT_ARRIVAL = int(Status.REJECTED_AT_ARRIVAL)
@@ -44,7 +44,7 @@ def advance(world, parameters, until_s):
             return
         clock.now_s = max(clock.now_s, due_s)
         if slot < world.prefills:
-            end_prefill(world, parameters, slot)
+            advance_prefill(world, parameters, slot)
         elif slot < world.prefills + world.decodes:
             boundary(world, parameters, slot - world.prefills)
         else:
@@ -188,11 +188,14 @@ def reset(world, parameters):
         prefill.tx_used = 0.0
         prefill.rx_used = 0.0
         prefill.tx_backlog_bytes = 0.0
+        prefill.drain_s = 0.0
         timer = prefill_timer_of(world, p)
         timer.queue_head = -1
         timer.queue_tail = -1
         timer.job = -1
         timer.last_release = -1
+        timer.drain_head = -1
+        timer.drain_tail = -1
         for tier in range(2):
             place = eviction_of(world, p, tier)
             place.release = -1

@@ -16,14 +16,68 @@ def reuse_tokens(blocks, block_tokens, input_tokens):
 
 @compiled
 def compute_time(instance, input_tokens, reused_tokens):
-    """Seconds of prefill compute for the tokens that are not reused; `instance`: PREFILL_PARAMETERS record."""
+    """Seconds of prefill compute, in each stage of a pipelined group, for the tokens that are not reused.
+
+    `instance`: PREFILL_PARAMETERS record.
+    """
     new = float(input_tokens - reused_tokens)
     total = float(input_tokens)
     reused = float(reused_tokens)
     seconds = instance.quadratic_s * (total * total - reused * reused) + instance.linear_s * new + instance.base_s
     if instance.chunk_overhead_s > 0.0:
         seconds += instance.chunk_overhead_s * (math.ceil(new / instance.chunk_tokens) - 1)
-    return seconds
+    return seconds / instance.pipeline_nodes
+
+
+@compiled
+def _chunk_time(instance, start, stop, fixed_s):
+    """Seconds a node with all layers takes for the chunk of tokens [start, stop)."""
+    s = float(start)
+    e = float(stop)
+    return instance.quadratic_s * (e * e - s * s) + instance.linear_s * (e - s) + fixed_s
+
+
+@compiled
+def longest_chunk(instance, input_tokens, reused_tokens):
+    """(first token, token after the last, seconds on a node with all layers) of the chunk that takes longest."""
+    size = instance.chunk_tokens
+    start = reused_tokens
+    stop = min(start + size, input_tokens)
+    longest_s = _chunk_time(instance, start, stop, instance.base_s)
+    if stop == input_tokens:
+        return start, stop, longest_s
+    # later chunks see more context: it is the first, the last full one or the last
+    last = input_tokens - 1 - (input_tokens - 1 - reused_tokens) % size
+    for at in (last - size, last):
+        end = min(at + size, input_tokens)
+        chunk_s = _chunk_time(instance, at, end, instance.chunk_overhead_s)
+        if at > reused_tokens and chunk_s > longest_s:
+            start, stop, longest_s = at, end, chunk_s
+    return start, stop, longest_s
+
+
+@compiled
+def drain_time(instance, input_tokens, reused_tokens):
+    """Seconds from a prefill's leaving the first stage of a pipelined group to its end, with nothing in its way."""
+    if instance.pipeline_nodes == 1:
+        return 0.0
+    _, _, longest_s = longest_chunk(instance, input_tokens, reused_tokens)
+    return (instance.pipeline_nodes - 1) * longest_s / instance.pipeline_nodes
+
+
+@compiled
+def drain_ahead(prefill, instance, now_s, input_tokens, reused_tokens):
+    """`drain_time` expected of a request that is admitted now, behind all others; `prefill`: PREFILL record."""
+    if instance.pipeline_nodes == 1:
+        return 0.0
+    left_s = prefill.drain_s - max(0.0, now_s - prefill.running_end_s)
+    return max(left_s, drain_time(instance, input_tokens, reused_tokens))
+
+
+@compiled
+def stage_layers(cluster, instance):
+    """Layers of a node: one of them is what cannot overlap."""
+    return cluster.layers / instance.pipeline_nodes
 
 
 @compiled
@@ -40,12 +94,12 @@ def block_load_time(cluster, instance):
 
 @compiled
 def prefill_time(cluster, instance, input_tokens, blocks, load_s):
-    """Seconds a prefill takes when it reuses `blocks` blocks, which take `load_s` to come from host memory."""
+    """Seconds a prefill takes a stage when it reuses `blocks` blocks, which take `load_s` to come from host memory."""
     reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
     compute_s = compute_time(instance, input_tokens, reused)
     if load_s <= 0.0:
         return compute_s
-    return overlap(compute_s, load_s, cluster.layers)
+    return overlap(compute_s, load_s, stage_layers(cluster, instance))
 
 
 @compiled

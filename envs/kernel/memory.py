@@ -403,7 +403,7 @@ def prefetch_events(world, p):
     for i in range(world.prefills):
         if due[i] <= until_s:
             timer = prefill_timer_of(world, i)
-            running = np.int64(timer.job)
+            running = np.int64(timer.job if timer.drain_head < 0 else timer.drain_head)
             following = np.int64(timer.queue_head)
             _prefetch_records(world, running)
             prefetch(world.flows + FLOW_BYTES * (engine.requests + running))

@@ -8,7 +8,15 @@ from ..state import DEVICE, HOST, Source
 from .compile import compiled
 from .decode import finish, withdraw
 from .kvcache import chain_release, leading, make_room, mask_of, pin, release
-from .latency import block_load_time, compute_time, prefill_time, reuse_tokens
+from .latency import (
+    block_load_time,
+    compute_time,
+    drain_ahead,
+    drain_time,
+    prefill_time,
+    reuse_tokens,
+    stage_layers,
+)
 from .memory import (
     arrival_of,
     bits_in,
@@ -153,13 +161,15 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
             cell.pending |= _part_mask(reference, start, job.local, asked.blocks) & ~cell.host
         start += reference.length
     job.hit = hit
-    job.fetch_eta_s = clock.now_s + fetch_s
+    job.due_s = clock.now_s + fetch_s
     n = input_of(world, request)
     if source == RECOMPUTE:
         job.predicted_s = prefill_time(cluster, node, n, 0, 0.0)
     else:
         load_s = (hit - device[p]) * block_load_time(cluster, node)
         job.predicted_s = prefill_time(cluster, node, n, hit, load_s)
+    reused = reuse_tokens(hit, cluster.block_tokens, n)
+    prefill.drain_s = drain_ahead(prefill, node, clock.now_s, n, reused)
     outcome.prefill = p
     outcome.decode = d
     outcome.source = source
@@ -243,21 +253,42 @@ def start_prefill(world, parameters, p):
     outcome.device_tokens = min(on_device * cluster.block_tokens, reused)
     outcome.prefill_start_s = now_s
     if job.landed != 0:
-        _know_finish(world, parameters, p, now_s + job.duration_s)
+        _know_end(world, parameters, p, now_s + job.duration_s)
     else:
-        prefill.running_end_s = max(now_s + job.duration_s, job.fetch_eta_s + job.compute_s / cluster.layers)
+        tail_s = job.compute_s / stage_layers(cluster, node)
+        prefill.running_end_s = max(now_s + job.duration_s, job.due_s + tail_s)
+        _schedule(world, p)
 
 
 @compiled
-def _know_finish(world, parameters, p, finish_s):
-    """The running prefill will end at `finish_s`: its KV streams out until then, layer by layer."""
+def _schedule(world, p):
+    """Set when p is due next: its first stage is left, or what has drained longest ends."""
+    timer = prefill_timer_of(world, p)
+    due_s = np.inf
+    if timer.job >= 0 and job_of(world, timer.job).landed != 0:
+        due_s = prefill_of(state_of(world), p).running_end_s
+    if timer.drain_head >= 0:
+        due_s = min(due_s, job_of(world, timer.drain_head).due_s)
+    set_due(world, p, due_s)
+
+
+@compiled
+def _know_end(world, parameters, p, free_s):
+    """The running prefill will leave the first stage at `free_s`: its KV streams out until its end, layer by layer."""
     state = state_of(world)
     cluster = cluster_of(parameters)
-    request = prefill_timer_of(world, p).job
-    prefill_of(state, p).running_end_s = finish_s
-    set_due(world, p, finish_s)
+    timer = prefill_timer_of(world, p)
+    request = timer.job
+    job = job_of(world, request)
+    prefill_of(state, p).running_end_s = free_s
+    n = input_of(world, request)
+    finish_s = free_s + drain_time(prefill_node_of(parameters, p), n, outcome_of(world, request).reused_tokens)
+    if timer.drain_head >= 0:
+        finish_s = max(finish_s, job_of(world, timer.drain_tail).due_s + job.duration_s)
+    job.due_s = finish_s
+    _schedule(world, p)
     if output_of(world, request) > 1:
-        size = input_of(world, request) * cluster.kv_bytes_per_token
+        size = n * cluster.kv_bytes_per_token
         cap = (1.0 - 1.0 / cluster.layers) * size / (finish_s - clock_of(state).now_s)
         target = 2 * world.prefills + outcome_of(world, request).decode
         start_flow(world, parameters, engine_of(world).requests + request, p, target, size, cap)
@@ -284,9 +315,9 @@ def land_fetch(world, parameters, request):
     job.landed = 1
     release(world, job.holder, engine_of(world).requests + request, job.hit)
     if prefill_timer_of(world, p).job == request:
-        tail_s = job.compute_s / cluster_of(parameters).layers
-        finish_s = max(outcome.prefill_start_s + job.duration_s, clock_of(state).now_s + tail_s)
-        _know_finish(world, parameters, p, finish_s)
+        tail_s = job.compute_s / stage_layers(cluster_of(parameters), prefill_node_of(parameters, p))
+        free_s = max(outcome.prefill_start_s + job.duration_s, clock_of(state).now_s + tail_s)
+        _know_end(world, parameters, p, free_s)
 
 
 @compiled
@@ -346,24 +377,51 @@ def _keep(world, request, p, node):
 
 
 @compiled
-def end_prefill(world, parameters, p):
-    """The running prefill of p ends, now: its blocks become usable, its first token is out."""
-    state = state_of(world)
-    clock = clock_of(state)
-    node = prefill_node_of(parameters, p)
-    prefill = prefill_of(state, p)
+def advance_prefill(world, parameters, p):
+    """What is due on p, now: its first stage is left, or a prefill ends, or both (always both on one node)."""
+    now_s = clock_of(state_of(world)).now_s
+    prefill = prefill_of(state_of(world), p)
+    timer = prefill_timer_of(world, p)
+    if timer.job >= 0 and job_of(world, timer.job).landed != 0 and prefill.running_end_s <= now_s:
+        _leave_first_stage(world, parameters, p)
+    ended = timer.drain_head
+    if ended >= 0 and job_of(world, ended).due_s <= now_s:
+        timer.drain_head = job_of(world, ended).next
+        _end_prefill(world, parameters, ended)
+    if prefill.running == 0 and timer.queue_head >= 0:
+        start_prefill(world, parameters, p)
+    else:
+        _schedule(world, p)
+
+
+@compiled
+def _leave_first_stage(world, parameters, p):
+    """The running prefill of p makes way for the next, now: its blocks become usable; it drains."""
+    clock = clock_of(state_of(world))
     timer = prefill_timer_of(world, p)
     request = timer.job
     outcome = outcome_of(world, request)
     timer.job = -1
-    prefill.running = 0
-    set_due(world, p, np.inf)
-    _keep(world, request, p, node)
-
-    outcome.prefill_end_s = clock.now_s
+    prefill_of(state_of(world), p).running = 0
+    _keep(world, request, p, prefill_node_of(parameters, p))
     outcome.prefill_s = clock.now_s - outcome.prefill_start_s
-    outcome.ttft_s = clock.now_s - arrival_of(world, request)
     clock.prefill_s += outcome.prefill_s
+    job_of(world, request).next = -1
+    if timer.drain_head < 0:
+        timer.drain_head = request
+    else:
+        job_of(world, timer.drain_tail).next = request
+    timer.drain_tail = request
+
+
+@compiled
+def _end_prefill(world, parameters, request):
+    """The prefill of a request ends, now: its first token is out."""
+    state = state_of(world)
+    clock = clock_of(state)
+    outcome = outcome_of(world, request)
+    outcome.prefill_end_s = clock.now_s
+    outcome.ttft_s = clock.now_s - arrival_of(world, request)
     if output_of(world, request) == 1:
         decode = decode_of(state, outcome.decode)
         decode.pending_requests -= 1
@@ -373,5 +431,3 @@ def end_prefill(world, parameters, p):
     else:
         flight_of(state, job_of(world, request).flight).start_s = clock.now_s
         lift_cap(world, parameters, engine_of(world).requests + request)
-    if timer.queue_head >= 0:
-        start_prefill(world, parameters, p)

@@ -10,7 +10,14 @@ import math
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.latency import block_load_time, context_tokens, prefill_time, reuse_tokens, step_time
+from envs.kernel.latency import (
+    block_load_time,
+    context_tokens,
+    drain_ahead,
+    prefill_time,
+    reuse_tokens,
+    step_time,
+)
 from envs.kernel.memory import (
     clock_of,
     cluster_of,
@@ -44,8 +51,8 @@ def admit(at, hashes, known, blocks, p, d, source, holder, input_tokens, ttft_s,
         others, others_s: requests of others in p's queue, and their seconds.
 
     Returns (blocks that got a number, source, blocks to fetch, blocks to load, predicted seconds of its prefill, tokens
-    reused, when it is expected to end or NaN where it has to wait). The first is -2 where the table of expectations
-    has to grow, and nothing is done then.
+    reused, when it is expected to be through (the first stage of a group) or NaN where it has to wait). The first is -2
+    where the table of expectations has to grow, and nothing is done then.
     """
     ledger = ledger_of(at)
     state = state_of(ledger)
@@ -83,13 +90,15 @@ def admit(at, hashes, known, blocks, p, d, source, holder, input_tokens, ttft_s,
     entry.start_s = clock.now_s + ttft_s
     entry.tokens = input_tokens
     clock.in_flight = slot + 1
+    reused = reuse_tokens(hit, cluster.block_tokens, input_tokens)
     prefill = prefill_of(state, p)
+    prefill.drain_s = drain_ahead(prefill, node, clock.now_s, input_tokens, reused)
     prefill.queue_requests += 1
     prefill.queued_s += predicted_s
     end_s = np.nan
     if idle != 0 and prefill.running == 0:
         end_s = start(at, p, d, input_tokens, now_s, predicted_s, others, others_s)
-    return held, source, fetched, loaded, predicted_s, reuse_tokens(hit, cluster.block_tokens, input_tokens), end_s
+    return held, source, fetched, loaded, predicted_s, reused, end_s
 
 
 @compiled
@@ -105,7 +114,7 @@ def leave_queue(at, p, predicted_s, others, others_s):
 
 @compiled
 def start(at, p, d, input_tokens, now_s, predicted_s, others, others_s):
-    """The first of ours in p's queue starts, and its KV streams to d; when it is expected to end."""
+    """The first of ours in p's queue starts, and its KV streams to d; when it is expected to be through."""
     leave_queue(at, p, predicted_s, others, others_s)
     prefill = prefill_of(state_of(ledger_of(at)), p)
     prefill.running = 1

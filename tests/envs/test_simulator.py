@@ -126,10 +126,16 @@ def test_invariants(seed: int) -> None:
     ):
         assert (done[earlier] <= done[later] + 1e-12).all()
     assert (done["tbt_s"] >= done["tbt_mean_s"] * (1 - 1e-12)).all()
-    # one prefill at a time on each instance
+    # one prefill at a time in the first stage of each instance, and none overtakes in the later ones
     for p in range(simulator.prefills):
         mine = np.sort(outcomes[outcomes["prefill"] == p], order="prefill_start_s")
-        assert (mine["prefill_start_s"][1:] >= mine["prefill_end_s"][:-1]).all()
+        left_s = mine["prefill_start_s"] + mine["prefill_s"]
+        assert (mine["prefill_start_s"][1:] >= left_s[:-1] - 1e-9).all()
+        assert (np.diff(mine["prefill_end_s"]) > 0).all()
+        if simulator.parameter_tables.prefill["pipeline_nodes"][0, p] == 1:
+            assert mine["prefill_end_s"] == pytest.approx(left_s)
+        else:
+            assert (mine["prefill_end_s"] > left_s).all()
 
 
 @settings(deadline=None, max_examples=40)

@@ -52,12 +52,30 @@ def test_a_file_of_mixed_hardware(tmp_path: Path) -> None:
     assert spec.checksum != load_cluster("8p8d").checksum
 
 
+def test_a_pipelined_group_has_what_its_nodes_have(tmp_path: Path) -> None:
+    group = f"""
+    prefill:
+      - {{count: 2, hardware: {NODE}, pipeline_nodes: 3, times: {{base_s: 0.1, linear_s: 1.0e-4, chunk_tokens: 2048}}}}
+    decode: [{{count: 3, hardware: {NODE}}}]
+    """
+    spec = load_cluster(write(tmp_path / "group.yaml", group))
+    assert spec.n_prefill == 2
+    one, (three, _) = load_cluster("3p1d").parameters().prefill[0], spec.parameters().prefill
+    assert (one["pipeline_nodes"], three["pipeline_nodes"]) == (1, 3)
+    assert three["chunk_tokens"] == 2048
+    for field in ("nic_bytes_per_s", "h2d_bytes_per_s"):
+        assert three[field] == 3 * one[field]
+    assert (three["device_blocks"], three["host_blocks"]) == (3 * 1_300_000 // 512, 9_000_000 // 512)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (("slo:", "slos:"), "slos: no such field"),
         (("max_batch: 7", "max_batch: 0"), "decode.0.max_batch: Input should be greater than 0, found 0"),
         (("max_batch: 7", "max_bach: 7"), "decode.0.max_bach: no such field, found 7"),
+        (("count: 2", "count: 2, pipeline_nodes: 0"), "prefill.0.pipeline_nodes: Input should be greater than 0"),
+        (("count: 2", "count: 2, pipeline_nodes: 81"), "prefill.0: pipeline_nodes (81) is above the model's layers"),
         (("linear_s: 1.0e-4", "linear: 1"), "prefill.0.times.linear_s: Field required"),
         (("count: 2", "count: two"), "prefill.0.count: Input should be a valid integer"),
         (("count: 2", "count: 100000"), "prefill.0.count: Input should be less than or equal to 4096"),

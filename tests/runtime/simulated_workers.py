@@ -159,6 +159,7 @@ class SimulatedWorkers:
             "prefill": batch.state.prefill[0].copy(),
             "decode": batch.state.decode[0].copy(),
             "landed": batch.jobs["landed"][0].copy(),
+            "due_s": batch.jobs["due_s"][0].copy(),
         }
 
     def _started_at_once(self, after: Any, request: int) -> Any:
@@ -178,7 +179,9 @@ class SimulatedWorkers:
                 found.append(((-1.0, 0), pb.Event(request_id=str(r), fetch_landed=pb.FetchLanded())))
         for r in since("prefill_start_s"):
             p = int(new["prefill"][r])
-            end_s = float(after["prefill"]["running_end_s"][p]) if np.isnan(new["prefill_end_s"][r]) else 0.0
+            end_s = 0.0
+            if np.isnan(new["prefill_end_s"][r]):
+                end_s = float(after["due_s"][r] if after["landed"][r] else after["prefill"]["running_end_s"][p])
             at_s = float(new["prefill_start_s"][r])
             event = pb.Event(request_id=str(r), at_s=at_s, prefill_started=pb.PrefillStarted(expected_end_s=end_s))
             found.append(((at_s, 3, p), event))

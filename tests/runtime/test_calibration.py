@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.hardware import profiles
-from envs.kernel.latency import compute_time
+from envs.kernel.latency import compute_time, drain_time
 from envs.spec import validate_cluster
 from envs.state import Parameters
 from runtime.calibration import Alarm, Calibration, CalibrationError, Drift, Fit, Kind, Mode
@@ -215,6 +215,34 @@ def test_chunks_and_loads_are_taken_into_account() -> None:
     assert (calibration.taken, calibration.refused) == (taken, 1)
     calibration.prefill_observed(0, 20_000, 10_000, 1.4, load_s=0.1)
     assert calibration.taken == taken + 1
+
+
+def test_a_pipelined_group_is_fitted_by_what_one_node_takes() -> None:
+    times = {"base_s": 0.01, "linear_s": 1e-4, "quadratic_s": 1e-9, "chunk_tokens": 2048, "chunk_overhead_s": 0.02}
+    pool = [{"count": 1, "hardware": FAST, "times": times, "pipeline_nodes": 4}]
+    parameters = validate_cluster({"prefill": pool, "decode": [{"count": 1, "hardware": FAST}]}, "test").parameters()
+    truth = parameters.prefill[0].copy()
+
+    def seconds(n: int, h: int) -> float:
+        return float(compute_time(truth, n, h) + drain_time(truth, n, h))
+
+    calibration = Calibration(parameters)
+    for n, h in ((1000, 0), (3000, 512), (20_000, 0), (7000, 4096)):
+        calibration.prefill_observed(0, n, h, seconds(n, h), drain_s=drain_time(truth, n, h))
+    assert all(row.ratio == pytest.approx(1.0) for row in calibration.reports())
+    # a node that is 1.5 times slower, by requests of all lengths
+    for name in ("base_s", "linear_s", "quadratic_s", "chunk_overhead_s"):
+        truth[name] *= 1.5
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        n = int(random.integers(200, 60_000))
+        calibration.prefill_observed(0, n, 0, seconds(n, 0))
+    fitted = parameters.prefill[0]
+    for n in (1000, 8000, 50_000):
+        assert compute_time(fitted, n, 0) + drain_time(fitted, n, 0) == pytest.approx(seconds(n, 0), rel=0.05)
+    taken = calibration.taken
+    calibration.prefill_observed(0, 1000, 0, 1.0, drain_s=0.9)  # most of it behind another request
+    assert (calibration.taken, calibration.refused) == (taken, 1)
 
 
 def test_transfers() -> None:

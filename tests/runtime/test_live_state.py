@@ -19,11 +19,14 @@ from runtime.workers import Role, Worker, named_after_pools, resized
 SPEC = load_cluster("3p1d").model_copy(update={"block_tokens": 16})
 
 
-def cluster(prefills: int = 3, decodes: int = 2, coupled: int = 0):
+CHUNKED = SPEC.prefill[0].profile.prefill.model_copy(update={"chunk_tokens": 256})
+
+
+def cluster(prefills: int = 3, decodes: int = 2, coupled: int = 0, spec=SPEC):
     workers = [Worker(id=f"p{i}", role=Role.PREFILL) for i in range(prefills)]
     workers += [Worker(id=f"d{i}", role=Role.DECODE) for i in range(decodes)]
     workers += [Worker(id=f"b{i}", role=Role.BOTH) for i in range(coupled)]
-    return resized(SPEC, tuple(workers))
+    return resized(spec, tuple(workers))
 
 
 def made(**options):
@@ -192,6 +195,39 @@ def test_prefills_of_one_instance_run_one_after_the_other():
     state.prefill_done(first, 1.0)
     assert second.stage == Stage.PREFILL
     assert state.prefill["running_end_s"][0] == pytest.approx(1.0 + second.predicted_s)
+
+
+GROUPS = load_cluster("3p1d").model_copy(
+    update={
+        "block_tokens": 16,
+        "prefill": (SPEC.prefill[0].model_copy(update={"pipeline_nodes": 4, "times": CHUNKED}),),
+    }
+)
+
+
+@pytest.mark.parametrize("reported", [True, False])
+def test_a_pipelined_group_takes_the_next_prefill_while_one_drains(reported):
+    state = LiveState(cluster(spec=GROUPS), blocks=4096, in_flight=64)
+    first = admit(state, "1", np.arange(2000, dtype=np.uint32), 0.0, reported=reported, expires_s=500.0)
+    second = admit(state, "2", np.arange(5000, 5500, dtype=np.uint32), 0.0, reported=reported, expires_s=500.0)
+    assert (first.stage, second.stage) == (Stage.PREFILL, Stage.QUEUED)
+    assert 0.0 < second.drain_s == first.drain_s  # behind the longest chunk of the first
+    state.advance(first.predicted_s + 1e-9)
+    assert (first.stage, second.stage) == (Stage.PREFILL, Stage.PREFILL)
+    assert state.running[0] is second
+    assert state.prefill["running_end_s"][0] == pytest.approx(first.predicted_s + second.predicted_s)
+    recount(state)
+    state.engine_metrics("p0", EngineMetrics(at_s=0.0, waiting=0, running=2))
+    assert state.external_prefill[0].queue_requests == 0  # both are ours
+    if reported:
+        state.prefill_done(first, first.predicted_s + first.drain_s)
+    else:
+        state.advance(first.predicted_s + first.drain_s + 1e-9)
+    assert (first.stage, second.stage) == (Stage.TRANSFER, Stage.PREFILL)
+    assert first.ttft_s == pytest.approx(first.predicted_s + first.drain_s)
+    state.advance(first.predicted_s + second.predicted_s + 1e-9)
+    assert state.prefill["running"][0] == 0
+    recount(state)
 
 
 def test_a_burst_sees_its_own_first_half():

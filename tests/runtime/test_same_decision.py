@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import traces
-from envs.spec import load_cluster
+from envs.spec import ClusterSpec, load_cluster, validate_cluster
 from policies import make_policy
 from traces import Trace
 
@@ -18,7 +18,7 @@ from .simulated_workers import SimulatedWorkers
 REAL = Path(__file__).resolve().parents[3] / "shared" / "traces" / "mooncake_conversation_trace.jsonl.gz"
 
 
-def compare(serve, tmp_path: Path, trace: Trace, cluster: str, policy: str, requests: int) -> int:
+def compare(serve, tmp_path: Path, trace: Trace, cluster: str | ClusterSpec, policy: str, requests: int) -> int:
     """Play a trace; the number of requests that were compared."""
     spec = load_cluster(cluster)
     simulated = SimulatedWorkers(spec, trace)
@@ -53,6 +53,13 @@ def test_a_real_trace_is_decided_alike(serve, tmp_path):
 def test_a_synthetic_trace_is_decided_alike(serve, tmp_path):
     trace = traces.builtin("toolagent", seed=1).rows(0, 600).speed_up(4.0)
     assert compare(serve, tmp_path, trace, "3p1d", "cache_aware+early", 600) == 600
+
+
+def test_on_pipelined_groups_a_trace_is_decided_alike(serve, tmp_path):
+    trace = traces.builtin("conversation", seed=1).rows(0, 600).speed_up(2.0)
+    group = {"count": 3, "hardware": "a800x8-llama2-70b", "pipeline_nodes": 2}
+    spec = validate_cluster({"prefill": [group], "decode": [{"count": 4, "hardware": "a800x8-llama2-70b"}]}, "groups")
+    assert compare(serve, tmp_path, trace, spec, "conductor+predictive", 600) == 600
 
 
 @pytest.mark.slow
