@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -359,8 +360,11 @@ class Simulator:
         memory: NDArray[np.uint64],
         *,
         limit: int = 1 << 62,
+        until_s: float = math.inf,
     ) -> None:
         """Run a cluster for up to `limit` more requests under a compiled policy; past the last request it drains.
+
+        With `until_s` it stops when all that happens up to that time has happened, to be looked at and gone on with.
 
         Args:
             router, admission: see `envs.kernel.replay`. memory: uint64[4], what the router keeps between decisions.
@@ -376,6 +380,7 @@ class Simulator:
             memory,
             np.zeros(3, np.int64),
             limit,
+            float(until_s),
         )
         self.raise_errors()
 
@@ -400,7 +405,16 @@ class Simulator:
         state = self.batch.state
         words = np.zeros((int(self.batch.engine["blocks"][cluster, 0]), state.blocks.shape[2]), np.int64)
         _kvcache.fill_blocks(self.worlds[cluster], words)
-        return ClusterState(*(table[cluster] for table in state._replace(blocks=words[None])))
+        return ClusterState(*(table[cluster] for table in state))._replace(blocks=words)
+
+    def replicas(self, cluster: int) -> NDArray[np.int32]:
+        """On how many prefill instances each block is resident now, int32[blocks] ([F] Fig. 11).
+
+        Only copies that can be fetched count: those in host memory. Blocks are numbered as in `state`.
+        """
+        copies = np.zeros(int(self.batch.engine["blocks"][cluster, 0]), np.int32)
+        _kvcache.count_copies(self.worlds[cluster], copies)
+        return copies
 
     def outcomes(self, cluster: int) -> Records:
         """The `OUTCOME` records of a cluster's requests [R] (a view)."""

@@ -146,6 +146,20 @@ def fill_blocks(world, words):
 
 
 @compiled
+def count_copies(world, copies):
+    """Write on how many instances each block is resident into int32[blocks]."""
+    copies[:] = 0
+    engine = engine_of(world)
+    numbers = i4_at(world.run_blocks)
+    for run in range(engine.runs_met):
+        for p in range(world.prefills):
+            mask = np.int64(cell_of(world, run, p).host)
+            while mask != 0:
+                copies[numbers[run] + lowest_bit(mask)] += 1
+                mask &= mask - 1
+
+
+@compiled
 def _pin_part(world, run, p, blocks):
     cell = cell_of(world, run, p)
     part = part_of(world, run, p, blocks)

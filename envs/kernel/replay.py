@@ -22,10 +22,11 @@ from numba.extending import typeof_impl
 from ..observe import observe_matched
 from ..state import Source
 from .compile import compiled
-from .events import arrive, decide, meet, reset
+from .events import advance, arrive, decide, meet, reset
 from .kvcache import match_runs
 from .memory import (
     OBSERVATION,
+    arrival_of,
     cell_of,
     clock_of,
     decode_allowed,
@@ -195,9 +196,30 @@ def choose(observation, router, router_values, admission, admission_values, memo
 
 
 @compiled
-def replay(world, parameters, observation, router, router_values, admission, admission_values, memory, decision, limit):
-    """Run a cluster for up to `limit` more requests under a policy; past the last request it drains."""
-    while limit > 0 and observe_arrival(world, parameters, observation):
+def replay(
+    world,
+    parameters,
+    observation,
+    router,
+    router_values,
+    admission,
+    admission_values,
+    memory,
+    decision,
+    limit,
+    until_s,
+):
+    """Run a cluster for up to `limit` more requests under a policy, at most up to and including time `until_s`; past
+    the last request it drains.
+    """
+    while limit > 0:
+        if until_s < np.inf:
+            request = engine_of(world).next_request
+            if request >= engine_of(world).requests or arrival_of(world, request) > until_s:
+                advance(world, parameters, until_s)
+                return
+        if not observe_arrival(world, parameters, observation):
+            return
         choose(observation, router, router_values, admission, admission_values, memory, decision)
         carry_out(world, parameters, observation, decision[0], decision[1], decision[2])
         limit -= 1

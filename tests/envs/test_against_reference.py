@@ -77,6 +77,15 @@ def compare_observation(simulator: Simulator, expected: dict, where: str) -> Non
         assert close(float(tables.cluster[0, 0][name]), float(expected[name])), (where, name)
 
 
+def compare_replicas(simulator: Simulator, reference: ReferenceCluster, where: str) -> None:
+    numbers: dict[int, int] = {}
+    for request in reference.requests:
+        for block in request.blocks:
+            numbers.setdefault(block, len(numbers))
+    expected = [sum(block in node.resident for node in reference.prefill) for block in numbers]
+    assert simulator.replicas(0).tolist() == expected, where
+
+
 def run_both(seed: int) -> None:
     cluster, prefill, decode, requests, rng = random_case(seed)
     start = requests[0].arrival_s
@@ -93,6 +102,7 @@ def run_both(seed: int) -> None:
         assert reference.advance_to_next_arrival()
         assert simulator.observe(0)
         compare_observation(simulator, reference.observe(), f"seed {seed}, request {i}")
+        compare_replicas(simulator, reference, f"seed {seed}, request {i}")
         decision = random_decision(rng, len(prefill), len(decode))
         reference.decide(decision)
         if decision is None:
