@@ -25,6 +25,7 @@ from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Sou
 _ERRORS = {
     1: "a decode batch outgrew its max_batch",
     2: "the ring of decode segments is too short for the longest output of this trace",
+    3: "it was made without a disk tier, which its parameters ask for now",
 }
 
 
@@ -145,6 +146,7 @@ class Simulator:
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(one.decode["max_batch"].max()), r)
+        disk_runs = max_runs if one.prefill["disk_blocks"].any() else 0
         state: dict[str, Shape] = {
             "clock": ((1,), _state.CLOCK),
             "prefill": ((p,), _state.PREFILL),
@@ -161,8 +163,9 @@ class Simulator:
             "engine": ((1,), _state.ENGINE),
             "prefill_timers": ((p,), _state.PREFILL_TIMER),
             "decode_timers": ((d,), _state.DECODE_TIMER),
-            "evictions": ((p, 2), _state.EVICTION),
+            "evictions": ((p, _state.TIERS), _state.EVICTION),
             "cells": ((max_runs, p), _state.CELL),
+            "disks": ((disk_runs, p), np.int32),
             "parts": ((p, b), _state.PART),
             "releases": ((2 * r,), _state.RELEASE),
             "flows": ((2 * r,), _state.FLOW),
@@ -173,7 +176,7 @@ class Simulator:
             "due_s": ((slots,), np.float64),
             "winners": ((2 * leaves,), np.int32),
             "scratch_tail": ((4, 2 * ring), np.float64),
-            "scratch_match": ((3, p), np.int64),
+            "scratch_match": ((4, p), np.int64),
             "scratch_forecast": ((d, 2), np.float64),
             "scratch_nics": ((2, 2 * p + d), np.int64),
             "scratch_capacity": ((2, 2 * p + d), np.float64),
@@ -199,6 +202,7 @@ class Simulator:
             request_capacity=r,
             reference_capacity=max_references,
             run_capacity=max_runs,
+            disk_capacity=disk_runs,
             block_capacity=b,
             ring=ring,
             batch_limit=batch_limit,

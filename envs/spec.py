@@ -106,6 +106,8 @@ class PrefillPool(Pool):
     h2d_bytes_per_s: PositiveFloat | None = None
     device_kv_tokens: int | None = Field(default=None, ge=0)
     host_kv_tokens: int | None = Field(default=None, ge=0)
+    disk_kv_tokens: int | None = Field(default=None, ge=0)
+    disk_bytes_per_s: PositiveFloat | None = None
 
 
 class DecodePool(Pool):
@@ -196,6 +198,8 @@ class ClusterSpec(_Described):
                 node.nic_bytes_per_s,
                 node.device_kv_tokens // self.block_tokens,
                 node.host_kv_tokens // self.block_tokens,
+                node.disk_kv_tokens // self.block_tokens,
+                node.disk_bytes_per_s,
             )
             i += pool.count
         decode = np.zeros(self.n_decode, DECODE_PARAMETERS)

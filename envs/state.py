@@ -78,6 +78,8 @@ PREFILL_PARAMETERS = np.dtype(
         ("nic_bytes_per_s", "f8"),
         ("device_blocks", "i8"),
         ("host_blocks", "i8"),
+        ("disk_blocks", "i8"),
+        ("disk_bytes_per_s", "f8"),
     ],
     align=True,
 )
@@ -162,8 +164,9 @@ DECODE = np.dtype(
 )
 FLIGHT = np.dtype([("decode", "i4"), ("request", "i4"), ("start_s", "f8"), ("tokens", "f8")], align=True)
 
-# Rows of `ClusterState.blocks`: residency per tier; blocks an admitted request will bring; of these, those in transfer.
-HOST, DEVICE, PENDING, TRANSIT = 0, 1, 2, 3
+# Rows of `ClusterState.blocks`: presence per tier; blocks an admitted request will bring.
+HOST, DEVICE, DISK, PENDING = 0, 1, 2, 3
+TIERS = 3
 ROW_BITS = 16  # instances per word
 
 
@@ -341,6 +344,8 @@ PREFILL_TIMER = np.dtype(
         ("queue_tail", "i4"),
         ("job", "i4"),
         ("last_release", "i4"),
+        ("disk_free", "i4"),  # places on its disk, below 0 while it has to evict
+        ("spare", "i4"),
     ],
     align=True,
 )
@@ -411,6 +416,7 @@ ENGINE = np.dtype(
         ("landing_head", "i8"),
         ("landing_tail", "i8"),
         ("recheck", "i8"),
+        ("disks", "i8"),  # some instance has a disk tier
         ("chained", "i8"),  # every run always follows the same one, as with block ids that are chained hashes
         ("error", "i8"),
     ],
@@ -435,8 +441,9 @@ class World(NamedTuple):
     engine: Records  # ENGINE [1]
     prefill_timers: Records  # PREFILL_TIMER [P]
     decode_timers: Records  # DECODE_TIMER [D]
-    evictions: Records  # EVICTION [P, 2], per tier
+    evictions: Records  # EVICTION [P, TIERS]
     cells: Records  # CELL [runs, P]
+    disks: NDArray[np.int32]  # [runs, P] mask of a run's blocks on disk; no rows where no instance has one
     parts: Records  # PART [P, blocks]
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
@@ -448,7 +455,7 @@ class World(NamedTuple):
     winners: NDArray[np.int32]  # tournament tree over due_s
     # room to work in, nothing kept but the match
     scratch_tail: NDArray[np.float64]  # [4, 2 ring]
-    scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
+    scratch_match: NDArray[np.int64]  # [4, P]; kept from `observe` to the decision
     scratch_forecast: NDArray[np.float64]  # [D, 2]
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
     scratch_capacity: NDArray[np.float64]  # [2, 2 P + D]

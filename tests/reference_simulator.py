@@ -31,7 +31,7 @@ CLUSTER_NUMBERS = (
     "prior_decode_s",
     "rate_horizon_s",
 )
-PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks")
+PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks", "disk_blocks")
 PREFILL_NUMBERS = (
     "base_s",
     "linear_s",
@@ -39,6 +39,7 @@ PREFILL_NUMBERS = (
     "chunk_overhead_s",
     "h2d_bytes_per_s",
     "nic_bytes_per_s",
+    "disk_bytes_per_s",
 )
 DECODE_INTEGERS = ("kv_capacity_tokens", "max_batch")
 DECODE_NUMBERS = (
@@ -118,13 +119,14 @@ class Job:
 
 
 class PrefillNode:
-    """One prefill instance: its two tiers, pins, releases and queue."""
+    """One prefill instance: its tiers, pins, releases and queue."""
 
     def __init__(self, parameters: Mapping[str, Any], seen: Counter[str]) -> None:
         self.x = _copy(parameters, PREFILL_INTEGERS, PREFILL_NUMBERS)
         self.seen = seen
         self.resident: set[int] = set()
         self.device: set[int] = set()
+        self.disk: set[int] = set()
         self.arriving: set[int] = set()  # in transfer to here: they have a place in the host tier
         self.pending: set[int] = set()
         self.pins: dict[int, int] = {}
@@ -153,7 +155,10 @@ class PrefillNode:
         return _leading(blocks, self.device)
 
     def local_k(self, blocks: Sequence[int]) -> int:
-        return _leading(blocks, self.resident | self.pending)
+        return _leading(blocks, self.resident | self.disk | self.pending)
+
+    def disk_k(self, blocks: Sequence[int]) -> int:
+        return len(set(blocks[: self.local_k(blocks)]) & self.disk - self.pending)
 
     def pin(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -196,6 +201,13 @@ class PrefillNode:
         if block in self.device:
             self.seen["host eviction drops the device copy"] += 1
             self.device.remove(block)
+        self.disk.add(block)
+        while len(self.disk) > self.x["disk_blocks"]:
+            dropped = self.oldest_unpinned(self.disk)
+            assert dropped is not None and dropped not in self.pins
+            if self.x["disk_blocks"] > 0:
+                self.seen["disk eviction" + (" of the newcomer" if dropped == block else "")] += 1
+            self.disk.remove(dropped)
         return True
 
     def make_room_device(self) -> bool:
@@ -257,6 +269,7 @@ class PrefillView:
 
     local_k: int
     device_k: int
+    disk_k: int
     holder: int
     holder_k: int  # F when there is a fetch
     has_fetch: bool
@@ -457,10 +470,10 @@ class ReferenceCluster:
         node.pending |= set(blocks) - node.resident
         # Step 3.
         if job.source == "recompute":
-            job.predicted_duration_s = self._duration(p, n, 0, 0)
+            job.predicted_duration_s = self._duration(p, n, 0, 0, 0)
         else:
             job.predicted_duration_s = self._duration(
-                p, n, job.hit, max(0, job.hit - view.device_k)
+                p, n, job.hit, max(0, job.hit - view.device_k), view.disk_k
             )
         node.queue.append(job)
         # Step 4. The pending requests of d are those in flight that have not joined.
@@ -535,10 +548,14 @@ class ReferenceCluster:
     def _block_bytes(self) -> float:
         return float(self.x["block_tokens"] * self.x["kv_bytes_per_token"])
 
-    def _duration(self, p: int, n: int, k: int, j: int) -> float:
+    def _duration(self, p: int, n: int, k: int, j: int, x: int) -> float:
         """Section "Prefill": layer-wise overlap of computing and loading."""
         c = self._compute(p, n, self._reuse(n, k))
         h = j * self._block_bytes() / self.prefill[p].x["h2d_bytes_per_s"]
+        from_disk = x * self._block_bytes() / self.prefill[p].x["disk_bytes_per_s"]
+        if x:
+            self.seen["disk slower than h2d" if from_disk > h else "disk faster than h2d"] += 1
+        h = max(h, from_disk)
         if h > c:
             self.seen["load longer than compute"] += 1
         return float(max(c, h) + min(c, h) / self.x["layers"])
@@ -571,6 +588,8 @@ class ReferenceCluster:
             block = blocks[i]
             if block in node.resident:
                 self.seen["fetch range has a resident block"] += 1
+            elif block in node.disk:
+                self.seen["fetch range has a block on disk"] += 1
             elif block in node.arriving:
                 # It has a place: another request's fetch is bringing it.
                 self.seen["fetch range has a block in transfer for another"] += 1
@@ -611,18 +630,19 @@ class ReferenceCluster:
         if job.source == "recompute":
             k = 0
         elif job.fetch_landed:
-            k = node.ready_k(blocks)
+            k = _leading(blocks, node.resident | node.disk)
         else:
-            k = _leading(blocks, node.resident | set(job.in_transfer))
+            k = _leading(blocks, node.resident | node.disk | set(job.in_transfer))
         if k > job.hit and job.source != "recompute":
             self.seen["more resident at the start than the hit"] += 1
         if k < job.hit:
             self.seen["less resident at the start than the hit"] += 1
         device_k = node.device_k(blocks)
         j = max(0, k - device_k)
+        x = len(set(blocks[:k]) & node.disk)
         self._pin_at_prefill(job, blocks[job.hit :])
         job.prefill_start_s = t
-        job.duration_s = self._duration(p, n, k, j)
+        job.duration_s = self._duration(p, n, k, j, x)
         job.compute_s = self._compute(p, n, self._reuse(n, k))
         if job.fetch_landed:
             if job.in_transfer:
@@ -687,6 +707,9 @@ class ReferenceCluster:
         blocks = job.request.blocks
         outcome = self.outcomes[job.index]
         # Step 1.
+        if node.disk & set(blocks):
+            self.seen["promotion"] += 1
+        node.disk -= set(blocks)
         for block in blocks:
             if block not in node.resident:
                 if block in node.arriving:
@@ -949,11 +972,12 @@ class ReferenceCluster:
         """Section "What the scheduler knows and predicts", the prefill side."""
         node, n, blocks = self.prefill[p], request.input_tokens, request.blocks
         local_k, device_k = node.local_k(blocks), node.device_k(blocks)
+        disk_k = node.disk_k(blocks)
         queue_s = 0.0
         if node.running is not None:
             queue_s = max(0.0, node.running_end - self.now) + node.queued_s
-        ttft_local = queue_s + self._duration(p, n, local_k, max(0, local_k - device_k))
-        ttft_recompute = queue_s + self._duration(p, n, 0, 0)
+        ttft_local = queue_s + self._duration(p, n, local_k, max(0, local_k - device_k), disk_k)
+        ttft_recompute = queue_s + self._duration(p, n, 0, 0, 0)
         holder, holder_k = self._holder(p, blocks)
         has_fetch = holder_k > local_k
         fetch_s, ttft_fetch = 0.0, ttft_local
@@ -963,12 +987,13 @@ class ReferenceCluster:
             fetch_s += self.x["transfer_latency_s"]
             compute_s = self._compute(p, n, self._reuse(n, holder_k))
             ttft_fetch = max(
-                queue_s + self._duration(p, n, holder_k, max(0, holder_k - device_k)),
+                queue_s + self._duration(p, n, holder_k, max(0, holder_k - device_k), disk_k),
                 fetch_s + compute_s / self.x["layers"],
             )
         return PrefillView(
             local_k=local_k,
             device_k=device_k,
+            disk_k=disk_k,
             holder=holder,
             holder_k=holder_k,
             has_fetch=has_fetch,
@@ -999,7 +1024,9 @@ class ReferenceCluster:
     def _check_prefill(self, p: int, node: PrefillNode) -> None:
         assert len(node.places()) <= node.x["host_blocks"], "host tier over capacity"
         assert len(node.device) <= node.x["device_blocks"], "device tier over capacity"
+        assert len(node.disk) <= node.x["disk_blocks"], "disk tier over capacity"
         assert node.device <= node.resident, "device not inside host"
+        assert not node.disk & node.places(), "a block on disk has a place in the host tier"
         assert not node.pending & node.resident, "a resident block is pending"
         # The pins are exactly those of the requests here and of the fetches from here.
         pins: Counter[int] = Counter()
@@ -1012,7 +1039,7 @@ class ReferenceCluster:
         assert dict(pins) == node.pins, "pins do not add up"
         stamped = [block for release in node.releases for block in release]
         assert len(set(stamped)) == len(stamped)
-        for block in node.resident:
+        for block in node.resident | node.disk:
             assert block in pins or block in stamped, "an unpinned block was never released"
         fetching = [job for job in self.in_flight if job.prefill == p and not job.fetch_landed]
         arriving = [block for job in fetching for block in job.in_transfer]

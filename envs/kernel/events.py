@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..state import Status
+from ..state import TIERS, Status
 from .compile import compiled
 from .decode import boundary, land_stream
 from .memory import (
@@ -16,10 +16,13 @@ from .memory import (
     cluster_of,
     decode_of,
     decode_timer_of,
+    disk_index,
     engine_of,
     eviction_of,
+    i4_at,
     i8_at,
     outcome_of,
+    prefill_node_of,
     prefill_of,
     prefill_timer_of,
     reference_of,
@@ -115,6 +118,9 @@ def meet(world, request):
             words = i8_at(world.cells + 8 * row * run)
             for word in range(row):
                 words[word] = 0
+            if engine.disks != 0:
+                for p in range(world.prefills):
+                    i4_at(world.disks)[disk_index(world, run, p)] = 0
             engine.runs_met = run + 1
 
 
@@ -174,6 +180,8 @@ def reset(world, parameters):
     clock.rejected_at_decode = 0
     clock.wasted_prefill_s = 0.0
     clock.prefill_s = 0.0
+    engine.error = 0
+    engine.disks = 0
     for p in range(world.prefills):
         prefill = prefill_of(state, p)
         prefill.up = 1
@@ -193,7 +201,12 @@ def reset(world, parameters):
         timer.queue_tail = -1
         timer.job = -1
         timer.last_release = -1
-        for tier in range(2):
+        timer.disk_free = prefill_node_of(parameters, p).disk_blocks
+        if timer.disk_free > 0:
+            engine.disks = 1
+            if world.disk_capacity == 0:
+                engine.error = 3
+        for tier in range(TIERS):
             place = eviction_of(world, p, tier)
             place.release = -1
             place.position = -1
@@ -230,5 +243,4 @@ def reset(world, parameters):
     engine.held_flows = 0
     engine.landing_head = -1
     engine.landing_tail = -1
-    engine.error = 0
     clear_timers(world)

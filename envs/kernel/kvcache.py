@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
+from ..state import DEVICE, DISK, HOST, PENDING, ROW_BITS, TIERS
 from .compile import compiled
 from .memory import (
     bits_in,
     cell_of,
+    disk_index,
     engine_of,
     eviction_of,
     i4_at,
@@ -37,10 +38,11 @@ from .memory import (
 
 
 @compiled
-def match(state, block_ids, count, local, ready, device):
-    """Leading blocks per instance of the `count` ids at `block_ids`: resident or pending, resident, on device.
+def match(state, block_ids, count, local, ready, device, disk):
+    """Leading blocks per instance of the `count` ids at `block_ids`: there or pending, resident, on device; and how
+    many of the first of these are on disk and not pending.
 
-    One walk for 16 instances; stops where none of them goes on. Writes int64 `local`, `ready`, `device` [P].
+    One walk for 16 instances; stops where none of them goes on. Writes int64 `local`, `ready`, `device`, `disk` [P].
     """
     words = i8_at(state.blocks)
     ids = i4_at(block_ids)
@@ -50,16 +52,23 @@ def match(state, block_ids, count, local, ready, device):
             local[p] = count
             ready[p] = count
             device[p] = count
+            disk[p] = 0
         alive_local = (np.int64(1) << (last - first)) - 1
         alive_ready = alive_local
         alive_device = alive_local
         for i in range(count):
             word = words[word_index(state, ids[i], first)]
             host = word  # the host row is the lowest; what is above it is masked away by `alive`
-            still = alive_local & (host | (word >> (ROW_BITS * PENDING)))
+            pending = word >> (ROW_BITS * PENDING)
+            on_disk = word >> (ROW_BITS * DISK)
+            still = alive_local & (host | pending | on_disk)
             if still != alive_local:
                 _note(alive_local & ~still, first, i, local)
                 alive_local = still
+            reading = still & on_disk & ~pending
+            while reading != 0:
+                disk[first + lowest_bit(reading)] += 1
+                reading &= reading - 1
             still = alive_ready & host
             if still != alive_ready:
                 _note(alive_ready & ~still, first, i, ready)
@@ -95,13 +104,31 @@ def mask_of(length):
 
 
 @compiled
-def match_runs(world, request, local, ready, device):
+def on_disk(world, run, p):
+    """Mask of the blocks of a run that are on an instance's disk."""
+    if engine_of(world).disks == 0:
+        return np.int64(0)
+    return np.int64(i4_at(world.disks)[disk_index(world, run, p)])
+
+
+@compiled
+def take_off_disk(world, run, p):
+    """A run is on an instance's disk no more."""
+    if engine_of(world).disks != 0:
+        at = disk_index(world, run, p)
+        prefill_timer_of(world, p).disk_free += bits_in(i4_at(world.disks)[at])
+        i4_at(world.disks)[at] = 0
+
+
+@compiled
+def match_runs(world, request, local, ready, device, disk):
     """`match` for a request of the simulator."""
     asked = request_of(world, request)
     for p in range(world.prefills):
         local_blocks = 0
         ready_blocks = 0
         device_blocks = 0
+        disk_blocks = 0
         all_ready = True
         all_device = True
         for i in range(asked.first, asked.first + asked.references):
@@ -115,13 +142,16 @@ def match_runs(world, request, local, ready, device):
                 count = leading(cell.host)
                 ready_blocks += count
                 all_ready = count == reference.length
-            count = leading(cell.host | cell.pending)
+            cold = on_disk(world, reference.run, p)
+            count = leading(cell.host | cell.pending | cold)
             local_blocks += count
+            disk_blocks += bits_in(cold & ~cell.pending & mask_of(count))
             if count < reference.length:
                 break
         local[p] = local_blocks
         ready[p] = ready_blocks
         device[p] = device_blocks
+        disk[p] = disk_blocks
 
 
 @compiled
@@ -135,13 +165,14 @@ def fill_blocks(world, words):
         stop = numbers[run + 1] if run + 1 < engine.runs else engine.blocks
         for p in range(state.prefills):
             cell = cell_of(world, run, p)
+            cold = on_disk(world, run, p)
             for b in range(numbers[run], stop):
                 i = b - numbers[run]
                 words[b, p >> 4] |= (
                     (cell.host >> i & 1) * row_bit(HOST, p)
                     | (cell.device >> i & 1) * row_bit(DEVICE, p)
+                    | (cold >> i & 1) * row_bit(DISK, p)
                     | (cell.pending >> i & 1) * row_bit(PENDING, p)
-                    | (cell.transit >> i & 1) * row_bit(TRANSIT, p)
                 )
 
 
@@ -243,7 +274,7 @@ def chain_release(world, p, entry, first, references, part):
     released.part = part
     timer = prefill_timer_of(world, p)
     if timer.last_release < 0:
-        for tier in range(2):
+        for tier in range(TIERS):
             place = eviction_of(world, p, tier)
             place.release = entry
             place.position = references - 1
@@ -260,7 +291,11 @@ def make_room(world, p, tier, capacity, blocks):
     free = capacity - used
     if blocks <= free:
         return blocks
-    return free + _evict(world, p, tier, blocks - free)
+    room = free + _evict(world, p, tier, blocks - free)
+    disk_free = prefill_timer_of(world, p).disk_free
+    if disk_free < 0:  # the disk has got more than it holds
+        _evict(world, p, DISK, -disk_free)
+    return room
 
 
 @compiled
@@ -283,13 +318,18 @@ def _evict(world, p, tier, wanted):
     """
     prefill = prefill_of(state_of(world), p)
     place = eviction_of(world, p, tier)
+    front = eviction_of(world, p, HOST)
     chained = engine_of(world).chained != 0
+    disks = engine_of(world).disks != 0
     left = wanted
     while place.release >= 0:
         entry = place.release
         released = release_of(world, entry)
         position = place.position
-        while position >= 0:
+        # on disk is what the host tier evicted: it may not get ahead of that, or it would miss what is still to come
+        at_front = tier == DISK and entry == front.release
+        last = max(0, front.position) if at_front else 0
+        while position >= last:
             reference = reference_of(world, released.first + position)
             part = released.part if position == released.references - 1 else 0
             mask = _last_released(world, reference, p, entry, part)
@@ -300,7 +340,11 @@ def _evict(world, p, tier, wanted):
             cell = cell_of(world, reference.run, p)
             if cell.pins > 0:
                 mask = 0
-            mask &= ~up_to_highest(cell.ends) & (cell.host if tier == HOST else cell.device)
+            if tier == DISK:
+                there = on_disk(world, reference.run, p)
+            else:
+                there = np.int64(cell.host if tier == HOST else cell.device)
+            mask &= ~up_to_highest(cell.ends) & there
             if mask != 0:
                 count = bits_in(mask)
                 while count > left:
@@ -309,7 +353,10 @@ def _evict(world, p, tier, wanted):
                 if tier == HOST:
                     cell.host &= ~mask
                     prefill.host_used -= count
-                    mask &= cell.device
+                if tier != DEVICE and disks:
+                    i4_at(world.disks)[disk_index(world, reference.run, p)] ^= mask
+                    prefill_timer_of(world, p).disk_free += count if tier == DISK else -count
+                mask &= cell.device
                 cell.device &= ~mask
                 prefill.device_used -= bits_in(mask)
                 left -= count
@@ -318,7 +365,7 @@ def _evict(world, p, tier, wanted):
                     return wanted
             position -= 1
         place.position = position
-        if released.next < 0:
+        if released.next < 0 or at_front:
             break
         following = release_of(world, released.next)
         place.release = released.next

@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import state as _state
-from ..state import ROW_BITS
+from ..state import ROW_BITS, TIERS
 from .compile import compiled
 
 CHECKED = os.environ.get("CONDUCTOR_CHECK_BOUNDS", "0") not in ("", "0")
@@ -40,6 +40,7 @@ WORLD = header_dtype(
         "request_capacity",
         "reference_capacity",
         "run_capacity",
+        "disk_capacity",
         "block_capacity",
         "ring",
         "batch_limit",
@@ -316,12 +317,18 @@ def decode_timer_of(world, d):
 
 @compiled
 def eviction_of(world, p, tier):
-    return _eviction_at(world.evictions, check(p, world.prefills) * 2 + check(tier, 2))
+    return _eviction_at(world.evictions, check(p, world.prefills) * TIERS + check(tier, TIERS))
 
 
 @compiled
 def cell_of(world, run, p):
     return _cell_at(world.cells, check(run, world.run_capacity) * world.prefills + check(p, world.prefills))
+
+
+@compiled
+def disk_index(world, run, p):
+    """Where in `world.disks` the mask of a run for instance p is."""
+    return check(run, world.disk_capacity) * world.prefills + check(p, world.prefills)
 
 
 @compiled

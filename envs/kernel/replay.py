@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import typeof_impl
 
 from ..observe import observe_matched
-from ..state import Source
+from ..state import TIERS, Source
 from .compile import compiled
 from .events import advance, arrive, decide, meet, reset
 from .kvcache import match_runs
@@ -164,7 +164,8 @@ def observe_arrival(world, parameters, observation):
     meet(world, request)
     matched = world.scratch_match
     row = 8 * world.prefills
-    match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    local = i8_at(matched)
+    match_runs(world, request, local, i8_at(matched + row), i8_at(matched + 2 * row), i8_at(matched + 3 * row))
     observe_matched(state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast)
     return True
 
@@ -451,6 +452,8 @@ def fork(source, target, sizes):
     _copy8(source.references, target.references, 0, references)
     _copy4(source.run_blocks, target.run_blocks, 0, runs)
     _copy8(source.cells, target.cells, 0, cell * met * source.prefills)
+    if engine.disks != 0:
+        _copy4(source.disks, target.disks, 0, met * source.prefills)
     numbers = i4_at(source.run_blocks)
     for run in range(met):
         last_block = numbers[run + 1] if run + 1 < runs else engine.blocks
@@ -464,7 +467,7 @@ def fork(source, target, sizes):
     _copy8(source.engine, target.engine, 0, engine_size)
     _copy8(source.prefill_timers, target.prefill_timers, 0, prefill_timer * source.prefills)
     _copy8(source.decode_timers, target.decode_timers, 0, decode_timer * source.decodes)
-    _copy4(source.evictions, target.evictions, 0, eviction * 2 * source.prefills)
+    _copy4(source.evictions, target.evictions, 0, eviction * TIERS * source.prefills)
     _copy4(source.releases, target.releases, 0, release * seen)
     _copy4(source.releases, target.releases, release * requests, release * (requests + seen))
     active = i4_at(source.active)
@@ -490,7 +493,7 @@ def fork(source, target, sizes):
     slots = source.prefills + source.decodes + 1
     _copy8(source.due_s, target.due_s, 0, slots)
     _copy4(source.winners, target.winners, 0, 2 * source.leaves)
-    _copy8(source.scratch_match, target.scratch_match, 0, 3 * source.prefills)
+    _copy8(source.scratch_match, target.scratch_match, 0, 4 * source.prefills)
 
 
 @compiled

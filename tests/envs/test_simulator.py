@@ -15,6 +15,7 @@ from envs.state import (
     CLUSTER_PARAMETERS,
     DECODE_PARAMETERS,
     DEVICE,
+    DISK,
     HOST,
     PREFILL_PARAMETERS,
     ROW_BITS,
@@ -43,13 +44,16 @@ def check_state(simulator: Simulator) -> None:
     state = simulator.batch.state
     parameters = simulator.parameter_tables
     prefill, decode = state.prefill[0], state.decode[0]
-    host, device = residents(simulator, HOST), residents(simulator, DEVICE)
+    host, device, disk = (residents(simulator, row) for row in (HOST, DEVICE, DISK))
     nodes = parameters.prefill[0]
     assert (prefill["host_used"] <= nodes["host_blocks"]).all()
     assert (prefill["device_used"] <= nodes["device_blocks"]).all()
     assert (host.sum(axis=0) <= prefill["host_used"]).all()  # places may be held for blocks in transfer
     assert (device.sum(axis=0) == prefill["device_used"]).all()
+    assert (nodes["disk_blocks"] - disk.sum(axis=0) == simulator.batch.prefill_timers["disk_free"][0]).all()
+    assert (disk.sum(axis=0) <= nodes["disk_blocks"]).all()
     assert not (device & ~host).any()
+    assert not (disk & host).any()
     assert (simulator.batch.cells["pins"][0] >= 0).all()
     for name in ("tx_used", "rx_used"):
         assert (prefill[name] <= nodes["nic_bytes_per_s"] * (1 + 1e-9)).all()
@@ -203,6 +207,15 @@ def test_a_replay_can_be_stopped_to_count_replicas() -> None:
     assert most > 1
     policy.replay(simulator, 1)
     assert simulator.outcomes(0).tobytes() == simulator.outcomes(1).tobytes()
+
+
+def test_a_disk_needs_room_in_the_tables() -> None:
+    trace = builtin("conversation", seed=0, n_requests=50)
+    simulator = Simulator.for_trace(load_cluster("2p2d"), trace)
+    simulator.parameter_tables.prefill["disk_blocks"] = 10
+    simulator.begin(0)
+    with pytest.raises(RuntimeError, match="made without a disk tier"):
+        simulator.observe(0)
 
 
 def test_windows_that_do_not_fit_are_refused() -> None:
