@@ -26,6 +26,7 @@ _ERRORS = {
     1: "a decode batch outgrew its max_batch",
     2: "the ring of decode segments is too short for the longest output of this trace",
     3: "it was made without a disk tier, which its parameters ask for now",
+    4: "it was made for LRU, its parameters ask for another eviction rule now",
 }
 
 
@@ -49,6 +50,7 @@ _SIZES = np.array(  # as `kernel.replay.fork` wants them
             _state.FLOW,
             _state.MEMBER,
             _state.SEGMENT,
+            _state.USE,
         )
     ]
 )
@@ -146,6 +148,7 @@ class Simulator:
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(one.decode["max_batch"].max()), r)
+        counted = b if one.cluster["eviction"].any() else 0
         disk_runs = max_runs if one.prefill["disk_blocks"].any() else 0
         state: dict[str, Shape] = {
             "clock": ((1,), _state.CLOCK),
@@ -167,6 +170,9 @@ class Simulator:
             "cells": ((max_runs, p), _state.CELL),
             "disks": ((disk_runs, p), np.int32),
             "parts": ((p, b), _state.PART),
+            "uses": ((p, counted), _state.USE),
+            "heaps": ((p, _state.TIERS, counted), np.int32),
+            "places": ((p, _state.TIERS, counted), np.int32),
             "releases": ((2 * r,), _state.RELEASE),
             "flows": ((2 * r,), _state.FLOW),
             "active": ((2 * r,), np.int32),
@@ -204,6 +210,7 @@ class Simulator:
             run_capacity=max_runs,
             disk_capacity=disk_runs,
             block_capacity=b,
+            use_capacity=counted,
             ring=ring,
             batch_limit=batch_limit,
             leaves=leaves,

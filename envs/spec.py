@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -29,6 +29,7 @@ from .state import (
     COUPLED_PARAMETERS,
     DECODE_PARAMETERS,
     PREFILL_PARAMETERS,
+    EvictionRule,
     Parameters,
     Records,
 )
@@ -150,6 +151,10 @@ class ClusterSpec(_Described):
     )
     rate_horizon_s: PositiveFloat = Field(default=30.0, description="time constant of moving rates")
 
+    eviction: Literal["lru", "lfu", "length_aware"] = Field(
+        default="lru", description="which cached blocks give way first (paper A3)"
+    )
+
     @model_validator(mode="after")
     def _possible(self) -> ClusterSpec:
         for i, pool in enumerate(self.prefill):
@@ -183,6 +188,7 @@ class ClusterSpec(_Described):
             self.prior_output_tokens,
             self.prior_decode_s,
             self.rate_horizon_s,
+            EvictionRule[self.eviction.upper()],
         )
         prefill = np.zeros(self.n_prefill, PREFILL_PARAMETERS)
         i = 0

@@ -40,6 +40,14 @@ class Source(IntEnum):
     RECOMPUTE = 2
 
 
+class EvictionRule(IntEnum):
+    """Which cached blocks give way first (docs/physics.md, "Tiers")."""
+
+    LRU = 0
+    LFU = 1
+    LENGTH_AWARE = 2
+
+
 class Status(IntEnum):
     """What became of a request. Every request ends in exactly one of the last three."""
 
@@ -64,6 +72,7 @@ CLUSTER_PARAMETERS = np.dtype(
         ("prior_output_tokens", "f8"),
         ("prior_decode_s", "f8"),
         ("rate_horizon_s", "f8"),
+        ("eviction", "i8"),  # EvictionRule
     ],
     align=True,
 )
@@ -345,7 +354,7 @@ PREFILL_TIMER = np.dtype(
         ("job", "i4"),
         ("last_release", "i4"),
         ("disk_free", "i4"),  # places on its disk, below 0 while it has to evict
-        ("spare", "i4"),
+        ("releases", "i4"),  # so far, counted for eviction by frequency
     ],
     align=True,
 )
@@ -364,9 +373,12 @@ CELL = np.dtype(  # a run on an instance; the masks have bit i for its block i
     align=True,
 )
 PART = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # by the last block; valid where `cuts`, `ends` say so
-EVICTION = np.dtype(
-    [("release", "i4"), ("position", "i4")], align=True
-)  # where eviction has got to in the chain of releases
+EVICTION = np.dtype(  # where LRU eviction has got to in the chain of releases; by frequency: blocks in the heap
+    [("release", "i4"), ("position", "i4"), ("size", "i4")], align=True
+)
+USE = np.dtype(  # of a block on an instance, for eviction by frequency
+    [("count", "i4"), ("release", "i4"), ("depth", "i4"), ("run", "i4")], align=True
+)
 DECODE_TIMER = np.dtype(
     [
         ("iteration", "i8"),
@@ -416,6 +428,7 @@ ENGINE = np.dtype(
         ("landing_head", "i8"),
         ("landing_tail", "i8"),
         ("recheck", "i8"),
+        ("eviction", "i8"),
         ("disks", "i8"),  # some instance has a disk tier
         ("chained", "i8"),  # every run always follows the same one, as with block ids that are chained hashes
         ("error", "i8"),
@@ -445,6 +458,10 @@ class World(NamedTuple):
     cells: Records  # CELL [runs, P]
     disks: NDArray[np.int32]  # [runs, P] mask of a run's blocks on disk; no rows where no instance has one
     parts: Records  # PART [P, blocks]
+    # for eviction by frequency; no blocks with LRU
+    uses: Records  # USE [P, blocks]
+    heaps: NDArray[np.int32]  # [P, TIERS, blocks] blocks, the first to go on top
+    places: NDArray[np.int32]  # [P, TIERS, blocks] where in the heap a block is, plus 1; 0: not in it
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
     active: NDArray[np.int32]  # [2 R] flows that hold NICs

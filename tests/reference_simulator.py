@@ -16,11 +16,12 @@ from typing import Any
 NAN = math.nan
 INFINITY = math.inf
 SOURCES = ("local", "fetch", "recompute")
+EVICTION_RULES = ("lru", "lfu", "length_aware")
 
 # A side of a NIC: ("tx", p) and ("rx", p) of prefill instance p, ("decode", d) of decode d.
 Nic = tuple[str, int]
 
-CLUSTER_INTEGERS = ("block_tokens", "layers")
+CLUSTER_INTEGERS = ("block_tokens", "layers", "eviction")
 CLUSTER_NUMBERS = (
     "kv_bytes_per_token",
     "transfer_latency_s",
@@ -121,8 +122,9 @@ class Job:
 class PrefillNode:
     """One prefill instance: its tiers, pins, releases and queue."""
 
-    def __init__(self, parameters: Mapping[str, Any], seen: Counter[str]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], eviction: str, seen: Counter[str]) -> None:
         self.x = _copy(parameters, PREFILL_INTEGERS, PREFILL_NUMBERS)
+        self.eviction = eviction
         self.seen = seen
         self.resident: set[int] = set()
         self.device: set[int] = set()
@@ -130,9 +132,9 @@ class PrefillNode:
         self.arriving: set[int] = set()  # in transfer to here: they have a place in the host tier
         self.pending: set[int] = set()
         self.pins: dict[int, int] = {}
-        # Oldest first; in each the blocks in request order. A block is only in the last release
-        # that covered it.
-        self.releases: list[list[int]] = []
+        self.releases = 0
+        self.released: dict[int, tuple[int, int]] = {}  # the last release that covered a block, and its depth there
+        self.uses: dict[int, int] = {}
         self.queue: list[Job] = []
         self.running: Job | None = None
         self.running_end = 0.0
@@ -171,28 +173,36 @@ class PrefillNode:
                 del self.pins[block]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The newest release covers these blocks; they leave the older ones."""
-        covered = set(blocks)
-        older = [[b for b in release if b not in covered] for release in self.releases]
-        self.releases = [release for release in older if release]
-        if blocks:
-            self.releases.append(list(blocks))
+        """The newest release covers these blocks."""
+        self.releases += 1
+        for depth, block in enumerate(blocks):
+            assert block not in self.disk
+            self.released[block] = (self.releases, depth)
+            self.uses[block] = self.uses.get(block, 0) + 1 if block in self.resident else 0
 
-    def oldest_unpinned(self, tier: set[int]) -> int | None:
-        """The block to evict: oldest release first, inside one release the deepest block first."""
-        for release in self.releases:
-            for block in reversed(release):
-                if block in tier:
-                    if self.pins.get(block, 0) == 0:
-                        return block
-                    self.seen["eviction skips a pinned block"] += 1
+    def order(self, block: int) -> tuple[float, ...]:
+        """What has less goes first. A block that was never released is pinned."""
+        release, depth = self.released.get(block, (INFINITY, 0))
+        uses = self.uses.get(block, 0)
+        if self.eviction == "lru":
+            return release, -depth
+        if self.eviction == "lfu":
+            return uses, release, -depth
+        return uses, -depth, release
+
+    def first_unpinned(self, tier: set[int]) -> int | None:
+        """The block to evict."""
+        for block in sorted(tier, key=self.order):
+            if block not in self.pins:
+                return block
+            self.seen["eviction skips a pinned block"] += 1
         return None
 
     def make_room_host(self) -> bool:
         """Room for one block in the host tier. A host eviction also drops the device copy."""
         if len(self.places()) < self.x["host_blocks"]:
             return True
-        block = self.oldest_unpinned(self.resident)
+        block = self.first_unpinned(self.resident)
         if block is None:
             return False
         assert block not in self.pins
@@ -203,18 +213,19 @@ class PrefillNode:
             self.device.remove(block)
         self.disk.add(block)
         while len(self.disk) > self.x["disk_blocks"]:
-            dropped = self.oldest_unpinned(self.disk)
+            dropped = self.first_unpinned(self.disk)
             assert dropped is not None and dropped not in self.pins
             if self.x["disk_blocks"] > 0:
                 self.seen["disk eviction" + (" of the newcomer" if dropped == block else "")] += 1
             self.disk.remove(dropped)
+            self.uses[dropped] = 0
         return True
 
     def make_room_device(self) -> bool:
         """Room for one block in the device tier."""
         if len(self.device) < self.x["device_blocks"]:
             return True
-        block = self.oldest_unpinned(self.device)
+        block = self.first_unpinned(self.device)
         if block is None:
             return False
         assert block not in self.pins
@@ -301,7 +312,8 @@ class ReferenceCluster:
         self.recheck = bool(cluster["decode_recheck"])
         self.seen: Counter[str] = Counter()  # how often each branch of the page was taken
         self.check_every_event = False
-        self.prefill = [PrefillNode(parameters, self.seen) for parameters in prefill]
+        eviction = EVICTION_RULES[self.x["eviction"]]
+        self.prefill = [PrefillNode(parameters, eviction, self.seen) for parameters in prefill]
         self.decode = [DecodeNode(parameters) for parameters in decode]
         self.requests = list(requests)
         arrivals = [request.arrival_s for request in self.requests]
@@ -1037,10 +1049,8 @@ class ReferenceCluster:
                 pins.update(job.holder_pins)
                 assert set(job.holder_pins) <= node.resident, "a block in transfer left its holder"
         assert dict(pins) == node.pins, "pins do not add up"
-        stamped = [block for release in node.releases for block in release]
-        assert len(set(stamped)) == len(stamped)
         for block in node.resident | node.disk:
-            assert block in pins or block in stamped, "an unpinned block was never released"
+            assert block in pins or block in node.released, "an unpinned block was never released"
         fetching = [job for job in self.in_flight if job.prefill == p and not job.fetch_landed]
         arriving = [block for job in fetching for block in job.in_transfer]
         assert sorted(arriving) == sorted(node.arriving), "blocks in transfer do not add up"

@@ -36,6 +36,7 @@ CLUSTER: dict[str, Any] = {
     "prior_output_tokens": 100.0,
     "prior_decode_s": 10.0,
     "rate_horizon_s": 10.0,
+    "eviction": 0,
 }
 PREFILL: dict[str, Any] = {
     "base_s": 1.0,
@@ -315,6 +316,39 @@ def test_a_promotion_on_its_way_is_not_loaded_twice() -> None:
     assert seen[2]["prefill"]["ttft_local_s"] == [pytest.approx(1.1 + 0.5)]
     assert seen[3]["prefill"]["ttft_local_s"] == [pytest.approx(1.1 + 1.1 + 0.1)]
     assert simulator.outcomes[3]["ttft_s"] == pytest.approx(2.3)
+
+
+def test_lfu_keeps_a_hot_old_block() -> None:
+    chains = [[1, 2], [1, 2], [3, 4], [5], [6]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    resident = []
+    for eviction in (0, 1):
+        simulator = build(requests, [{"host_blocks": 4, "device_blocks": 2}], eviction=eviction)
+        run(simulator, [(0, 0, "local")] * 5)
+        resident.append(simulator.prefill[0].resident)
+    # 2 and 1 were used twice, but not of late.
+    assert resident == [{3, 4, 5, 6}, {1, 2, 5, 6}]
+
+
+def test_lfu_counts_anew_what_came_back() -> None:
+    chains = [[1], [1], [1], [2], [2], [3], [3], [1], [4]]
+    requests = [Request(10.0 * i, 10, 1, c) for i, c in enumerate(chains)]
+    simulator = build(requests, [{"host_blocks": 1}], eviction=1)
+    run(simulator, [(0, 0, "local")] * 9)
+    assert simulator.prefill[0].resident == {4}
+    assert simulator.prefill[0].uses == {1: 0, 2: 0, 3: 0, 4: 1}
+
+
+def test_length_aware_evicts_the_deepest_of_the_least_used() -> None:
+    chains = [[1], [2, 3], [4]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    resident = []
+    for eviction in (1, 2):
+        simulator = build(requests, [{"host_blocks": 3}], eviction=eviction)
+        run(simulator, [(0, 0, "local")] * 3)
+        resident.append(simulator.prefill[0].resident)
+    # 3 is deeper than 1, though younger.
+    assert resident == [{2, 3, 4}, {1, 2, 4}]
 
 
 def test_a_fresh_release_protects() -> None:

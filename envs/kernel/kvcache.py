@@ -1,19 +1,20 @@
-"""KV blocks on the prefill instances: prefix match, pins, tiers, LRU eviction (docs/physics.md, "Tiers").
+"""KV blocks on the prefill instances: prefix match, pins, tiers, eviction (docs/physics.md, "Tiers").
 
 All works on runs: a request's blocks are a few runs, and who has which block of a run is a bit mask per instance. Pins
 and releases always cover the first blocks of a request: whole runs, then perhaps the first blocks of one more, a part.
 
-Recency is a chain of releases per instance, and each (run, instance) remembers its last release. Each tier keeps its
-place in the chain: eviction walks on from there, passing over what was used again since. So a touch is one write, and
-an eviction costs amortised constant time.
+For LRU, recency is a chain of releases per instance, and each (run, instance) remembers its last release. Each tier
+keeps its place in the chain: eviction walks on from there, passing over what was used again since. So a touch is one
+write, and an eviction costs amortised constant time. By frequency, the uses of each block are counted (frequency.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, DISK, HOST, PENDING, ROW_BITS, TIERS
+from ..state import DEVICE, DISK, HOST, PENDING, ROW_BITS, TIERS, EvictionRule
 from .compile import compiled
+from .frequency import offer, take_first, withdraw
 from .memory import (
     bits_in,
     cell_of,
@@ -33,8 +34,11 @@ from .memory import (
     row_bit,
     state_of,
     up_to_highest,
+    use_of,
     word_index,
 )
+
+LRU = int(EvictionRule.LRU)
 
 
 @compiled
@@ -116,8 +120,13 @@ def take_off_disk(world, run, p):
     """A run is on an instance's disk no more."""
     if engine_of(world).disks != 0:
         at = disk_index(world, run, p)
-        prefill_timer_of(world, p).disk_free += bits_in(i4_at(world.disks)[at])
+        mask = np.int64(i4_at(world.disks)[at])
         i4_at(world.disks)[at] = 0
+        prefill_timer_of(world, p).disk_free += bits_in(mask)
+        if engine_of(world).eviction != LRU:
+            while mask != 0:
+                withdraw(world, p, DISK, i4_at(world.run_blocks)[run] + lowest_bit(mask))
+                mask &= mask - 1
 
 
 @compiled
@@ -281,6 +290,31 @@ def chain_release(world, p, entry, first, references, part):
     else:
         release_of(world, timer.last_release).next = entry
     timer.last_release = entry
+    if engine_of(world).eviction != LRU:
+        _count_uses(world, p, first, references, part)
+
+
+@compiled
+def _count_uses(world, p, first, references, part):
+    timer = prefill_timer_of(world, p)
+    timer.releases += 1
+    depth = 0
+    for i in range(first, first + references):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        start = i4_at(world.run_blocks)[reference.run]
+        for b in range(part if part > 0 and i == first + references - 1 else reference.length):
+            use = use_of(world, p, start + b)
+            if cell.host >> b & 1:
+                use.count += 1
+                use.release = timer.releases
+                use.depth = depth
+                offer(world, p, HOST, start + b)
+                if cell.device >> b & 1:
+                    offer(world, p, DEVICE, start + b)
+            else:
+                use.count = 0
+            depth += 1
 
 
 @compiled
@@ -312,15 +346,61 @@ def _last_released(world, reference, p, entry, part):
 
 @compiled
 def _evict(world, p, tier, wanted):
-    """Evict the least recently released, unpinned blocks; of one release the deepest, so the rest stays reachable.
+    """Evict unpinned blocks by the rule; returns how many, fewer than `wanted` when the others are all pinned."""
+    if engine_of(world).eviction == LRU:
+        return _evict_oldest(world, p, tier, wanted)
+    return _evict_least_used(world, p, tier, wanted)
 
-    Returns how many were evicted, fewer than `wanted` when the others are all pinned.
-    """
+
+@compiled
+def _take_out(world, p, tier, run, mask):
+    """Blocks of a run leave a tier: the host tier for the disk, if there is one, and the device tier with it."""
+    cell = cell_of(world, run, p)
     prefill = prefill_of(state_of(world), p)
+    count = bits_in(mask)
+    if tier == HOST:
+        cell.host &= ~mask
+        prefill.host_used -= count
+    if tier != DEVICE and engine_of(world).disks != 0:
+        i4_at(world.disks)[disk_index(world, run, p)] ^= mask
+        prefill_timer_of(world, p).disk_free += count if tier == DISK else -count
+    mask &= cell.device
+    cell.device &= ~mask
+    prefill.device_used -= bits_in(mask)
+
+
+@compiled
+def _evict_least_used(world, p, tier, wanted):
+    left = wanted
+    while left > 0:
+        block = take_first(world, p, tier)
+        if block < 0:
+            break
+        use = use_of(world, p, block)
+        run = np.int64(use.run)
+        cell = cell_of(world, run, p)
+        bit = np.int64(1) << (block - i4_at(world.run_blocks)[run])
+        if cell.pins > 0 or up_to_highest(cell.ends) & bit != 0:
+            continue  # it is offered again when it is released
+        _take_out(world, p, tier, run, bit)
+        left -= 1
+        if tier == HOST:
+            withdraw(world, p, DEVICE, block)
+            if engine_of(world).disks != 0:
+                offer(world, p, DISK, block)
+            else:
+                use.count = 0
+        elif tier == DISK:
+            use.count = 0
+    return wanted - left
+
+
+@compiled
+def _evict_oldest(world, p, tier, wanted):
+    """LRU: what was released least recently; of one release the deepest, so the rest stays reachable."""
     place = eviction_of(world, p, tier)
     front = eviction_of(world, p, HOST)
     chained = engine_of(world).chained != 0
-    disks = engine_of(world).disks != 0
     left = wanted
     while place.release >= 0:
         entry = place.release
@@ -350,15 +430,7 @@ def _evict(world, p, tier, wanted):
                 while count > left:
                     mask &= mask - 1
                     count -= 1
-                if tier == HOST:
-                    cell.host &= ~mask
-                    prefill.host_used -= count
-                if tier != DEVICE and disks:
-                    i4_at(world.disks)[disk_index(world, reference.run, p)] ^= mask
-                    prefill_timer_of(world, p).disk_free += count if tier == DISK else -count
-                mask &= cell.device
-                cell.device &= ~mask
-                prefill.device_used -= bits_in(mask)
+                _take_out(world, p, tier, reference.run, mask)
                 left -= count
                 if left == 0:
                     place.position = position

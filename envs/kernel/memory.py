@@ -42,6 +42,7 @@ WORLD = header_dtype(
         "run_capacity",
         "disk_capacity",
         "block_capacity",
+        "use_capacity",
         "ring",
         "batch_limit",
         "leaves",
@@ -180,6 +181,7 @@ _request_at = record_at(_state.REQUEST)
 _reference_at = record_at(_state.REFERENCE)
 _cell_at = record_at(_state.CELL)
 _part_at = record_at(_state.PART)
+_use_at = record_at(_state.USE)
 _release_at = record_at(_state.RELEASE)
 _flow_at = record_at(_state.FLOW)
 _member_at = record_at(_state.MEMBER)
@@ -336,6 +338,11 @@ def part_of(world, run, p, blocks):
     """What is kept of the first `blocks` blocks of a run on an instance."""
     last = i4_at(world.run_blocks)[check(run, world.run_capacity)] + blocks - 1
     return _part_at(world.parts, check(p, world.prefills) * world.block_capacity + check(last, world.block_capacity))
+
+
+@compiled
+def use_of(world, p, block):
+    return _use_at(world.uses, check(p, world.prefills) * world.use_capacity + check(block, world.use_capacity))
 
 
 @compiled

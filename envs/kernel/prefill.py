@@ -345,6 +345,8 @@ def _keep(world, request, p, node):
                 missing = _lowest(missing, room)
                 loading = False
             cell.device |= missing
+    for i in range(asked.first, last):  # kept until all have their places
+        cell = cell_of(world, reference_of(world, i).run, p)
         cell.pending = 0
         cell.stamp = request
         cell.cuts = 0

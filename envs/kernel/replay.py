@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import typeof_impl
 
 from ..observe import observe_matched
-from ..state import TIERS, Source
+from ..state import TIERS, EvictionRule, Source
 from .compile import compiled
 from .events import advance, arrive, decide, meet, reset
 from .kvcache import match_runs
@@ -34,6 +34,7 @@ from .memory import (
     decode_of,
     decode_timer_of,
     engine_of,
+    eviction_of,
     f4_at,
     f8_at,
     flow_of,
@@ -56,6 +57,7 @@ from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
 FAILED, OUT_OF_RANGE = -1, -2  # what may become of a step of a batch
+LRU = int(EvictionRule.LRU)
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
@@ -426,12 +428,12 @@ def fork(source, target, sizes):
     """Make cluster `target` a copy of cluster `source` of the same batch; only what is in use is copied.
 
     `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, REQUEST, CELL, OUTCOME, JOB, ENGINE, PREFILL_TIMER,
-    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
+    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT, USE.
     """
     clock, prefill, decode, flight, request, cell, outcome, job, engine_size, prefill_timer, decode_timer = (
         sizes[:11] // 8
     )
-    eviction, release, flow, member, segment = sizes[11:] // 4
+    eviction, release, flow, member, segment, use = sizes[11:] // 4
     a = state_of(source)
     b = state_of(target)
     engine = engine_of(source)
@@ -462,6 +464,15 @@ def fork(source, target, sizes):
             if state_there.cuts | state_there.ends != 0:
                 row = p * source.block_capacity
                 _copy8(source.parts, target.parts, row + numbers[run], row + last_block)
+    if engine.eviction != LRU:
+        blocks = numbers[met] if met < runs else engine.blocks
+        for p in range(source.prefills):
+            row = p * source.use_capacity
+            _copy4(source.uses, target.uses, use * row, use * (row + blocks))
+            for tier in range(TIERS):
+                row = (p * TIERS + tier) * source.use_capacity
+                _copy4(source.heaps, target.heaps, row, row + eviction_of(source, p, tier).size)
+                _copy4(source.places, target.places, row, row + blocks)
     _copy8(source.outcomes, target.outcomes, 0, outcome * engine.outcomes_met)
     _copy8(source.jobs, target.jobs, 0, job * seen)
     _copy8(source.engine, target.engine, 0, engine_size)

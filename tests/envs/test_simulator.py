@@ -209,6 +209,15 @@ def test_a_replay_can_be_stopped_to_count_replicas() -> None:
     assert simulator.outcomes(0).tobytes() == simulator.outcomes(1).tobytes()
 
 
+def test_an_eviction_rule_needs_room_in_the_tables() -> None:
+    trace = builtin("conversation", seed=0, n_requests=50)
+    simulator = Simulator.for_trace(load_cluster("2p2d"), trace)
+    simulator.parameter_tables.cluster["eviction"] = 1
+    simulator.begin(0)
+    with pytest.raises(RuntimeError, match="made for LRU"):
+        simulator.observe(0)
+
+
 def test_a_disk_needs_room_in_the_tables() -> None:
     trace = builtin("conversation", seed=0, n_requests=50)
     simulator = Simulator.for_trace(load_cluster("2p2d"), trace)
