@@ -51,6 +51,8 @@ class HardwareProfile(_Strict):
     join_bytes_per_s: PositiveFloat = Field(description="host to device, for a request that joins a decode batch")
     device_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in VRAM")
     host_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in DRAM")
+    disk_kv_tokens: int = Field(default=0, ge=0, description="KV a prefill node keeps on disk; 0: none")
+    disk_bytes_per_s: PositiveFloat = Field(default=6e9, description="reading from disk")
     decode_kv_tokens: PositiveInt = Field(description="KV a decode node has VRAM for")
     max_batch: PositiveInt = Field(default=256, description="sequences in a decode batch")
 

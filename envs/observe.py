@@ -11,11 +11,11 @@ import numpy as np
 from .kernel.compile import compiled
 from .kernel.kvcache import match
 from .kernel.latency import (
-    block_load_time,
     compute_time,
     context_tokens,
     drain_ahead,
     expected_stall,
+    load_time,
     nic_share,
     prefill_time,
     reuse_tokens,
@@ -45,12 +45,15 @@ from .kernel.prefill import find_holder
 def observe(state, parameters, input_tokens, block_ids, block_count, observation, matched, forecast):
     """Fill `observation` for a request of `input_tokens` tokens with the ids at `block_ids`, at the state's clock.
 
-    `state`, `parameters`, `observation` are headers (envs.kernel.memory); `matched` is the address of int64[3, P],
-    which holds the request's prefix match afterwards (leading blocks resident or pending, resident, on device);
+    `state`, `parameters`, `observation` are headers (envs.kernel.memory); `matched` is the address of int64[4, P],
+    which holds the request's prefix match afterwards (see `match`);
     `forecast` that of float64[D, 2], room to work in.
     """
     row = 8 * state.prefills
-    match(state, block_ids, block_count, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    local = i8_at(matched)
+    match(
+        state, block_ids, block_count, local, i8_at(matched + row), i8_at(matched + 2 * row), i8_at(matched + 3 * row)
+    )
     observe_matched(state, parameters, input_tokens, observation, matched, forecast)
 
 
@@ -66,6 +69,7 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
     local = i8_at(matched)
     ready = i8_at(matched + 8 * prefills)
     device = i8_at(matched + 16 * prefills)
+    disk = i8_at(matched + 24 * prefills)
     prefill_mask = u1_at(observation.prefill_mask)
     decode_mask = u1_at(observation.decode_mask)
 
@@ -88,8 +92,8 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
         features.queue_requests = prefill.queue_requests
         features.local_tokens = local_tokens
         features.device_tokens = min(reuse_tokens(device[p], cluster.block_tokens, n), local_tokens)
-        load_s = block_load_time(cluster, instance)
-        ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], (local[p] - device[p]) * load_s)
+        load_s = load_time(cluster, instance, local[p] - device[p], disk[p])
+        ttft_local_s = queue_s + prefill_time(cluster, instance, n, local[p], load_s)
         ttft_local_s += drain_ahead(prefill, instance, now_s, n, local_tokens)
         ttft_fetch_s = ttft_local_s
         fetch_s = 0.0
@@ -105,8 +109,9 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
             fetch_s = (ready[holder] - local[p]) * block_bytes / rate + cluster.transfer_latency_s
             reused = reuse_tokens(ready[holder], cluster.block_tokens, n)
             fetch_tokens = reused - local_tokens
+            load_s = load_time(cluster, instance, ready[holder] - device[p], disk[p])
             ttft_fetch_s = max(
-                queue_s + prefill_time(cluster, instance, n, ready[holder], (ready[holder] - device[p]) * load_s),
+                queue_s + prefill_time(cluster, instance, n, ready[holder], load_s),
                 fetch_s + compute_time(instance, n, reused) / stage_layers(cluster, instance),
             )
             ttft_fetch_s += drain_ahead(prefill, instance, now_s, n, reused)

@@ -29,7 +29,8 @@ class Observer:
         blocks: how many distinct block numbers may be in use. in_flight: how many requests may be.
 
     Attributes:
-        match: int64[3, P], of the request observed last: its leading blocks resident or pending, resident, on device.
+        match: int64[4, P], of the request observed last: its leading blocks that are there or pending, resident, on
+            device; of the first of these, how many would be read from disk.
         addresses: where the headers of `state`, `parameters`, `observation` are (envs.kernel.memory), `match`
             ("matched") and the room for the forecast; for kernels that are given numbers only.
     """
@@ -67,7 +68,7 @@ class Observer:
             flight_capacity=in_flight,
         )
         observation = memory.headers(memory.OBSERVATION, self.observation, 1, prefills=p, decodes=d)
-        self.match = np.zeros((3, p), np.int64)
+        self.match = np.zeros((4, p), np.int64)
         self.match_address = self.match.ctypes.data
         self._forecast = np.zeros((d, 2))
         self._kept = (tables, stacked, parameters, state, observation)  # the addresses below are of these

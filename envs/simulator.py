@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Callable
 from typing import Any
@@ -24,6 +25,8 @@ from .state import ROW_BITS, ClusterState, Observation, Parameters, Records, Sou
 _ERRORS = {
     1: "a decode batch outgrew its max_batch",
     2: "the ring of decode segments is too short for the longest output of this trace",
+    3: "it was made without a disk tier, which its parameters ask for now",
+    4: "it was made for LRU, its parameters ask for another eviction rule now",
 }
 
 
@@ -47,6 +50,7 @@ _SIZES = np.array(  # as `kernel.replay.fork` wants them
             _state.FLOW,
             _state.MEMBER,
             _state.SEGMENT,
+            _state.USE,
         )
     ]
 )
@@ -144,6 +148,8 @@ class Simulator:
         slots = p + d + 1
         leaves = _power_of_two(slots)
         batch_limit = min(int(one.decode["max_batch"].max()), r)
+        counted = b if one.cluster["eviction"].any() else 0
+        disk_runs = max_runs if one.prefill["disk_blocks"].any() else 0
         state: dict[str, Shape] = {
             "clock": ((1,), _state.CLOCK),
             "prefill": ((p,), _state.PREFILL),
@@ -160,9 +166,13 @@ class Simulator:
             "engine": ((1,), _state.ENGINE),
             "prefill_timers": ((p,), _state.PREFILL_TIMER),
             "decode_timers": ((d,), _state.DECODE_TIMER),
-            "evictions": ((p, 2), _state.EVICTION),
+            "evictions": ((p, _state.TIERS), _state.EVICTION),
             "cells": ((max_runs, p), _state.CELL),
+            "disks": ((disk_runs, p), np.int32),
             "parts": ((p, b), _state.PART),
+            "uses": ((p, counted), _state.USE),
+            "heaps": ((p, _state.TIERS, counted), np.int32),
+            "places": ((p, _state.TIERS, counted), np.int32),
             "releases": ((2 * r,), _state.RELEASE),
             "flows": ((2 * r,), _state.FLOW),
             "active": ((2 * r,), np.int32),
@@ -172,7 +182,7 @@ class Simulator:
             "due_s": ((slots,), np.float64),
             "winners": ((2 * leaves,), np.int32),
             "scratch_tail": ((4, 2 * ring), np.float64),
-            "scratch_match": ((3, p), np.int64),
+            "scratch_match": ((4, p), np.int64),
             "scratch_forecast": ((d, 2), np.float64),
             "scratch_nics": ((2, 2 * p + d), np.int64),
             "scratch_capacity": ((2, 2 * p + d), np.float64),
@@ -198,7 +208,9 @@ class Simulator:
             request_capacity=r,
             reference_capacity=max_references,
             run_capacity=max_runs,
+            disk_capacity=disk_runs,
             block_capacity=b,
+            use_capacity=counted,
             ring=ring,
             batch_limit=batch_limit,
             leaves=leaves,
@@ -359,8 +371,11 @@ class Simulator:
         memory: NDArray[np.uint64],
         *,
         limit: int = 1 << 62,
+        until_s: float = math.inf,
     ) -> None:
         """Run a cluster for up to `limit` more requests under a compiled policy; past the last request it drains.
+
+        With `until_s` it stops when all that happens up to that time has happened, to be looked at and gone on with.
 
         Args:
             router, admission: see `envs.kernel.replay`. memory: uint64[4], what the router keeps between decisions.
@@ -376,6 +391,7 @@ class Simulator:
             memory,
             np.zeros(3, np.int64),
             limit,
+            float(until_s),
         )
         self.raise_errors()
 
@@ -400,7 +416,16 @@ class Simulator:
         state = self.batch.state
         words = np.zeros((int(self.batch.engine["blocks"][cluster, 0]), state.blocks.shape[2]), np.int64)
         _kvcache.fill_blocks(self.worlds[cluster], words)
-        return ClusterState(*(table[cluster] for table in state._replace(blocks=words[None])))
+        return ClusterState(*(table[cluster] for table in state))._replace(blocks=words)
+
+    def replicas(self, cluster: int) -> NDArray[np.int32]:
+        """On how many prefill instances each block is resident now, int32[blocks] ([F] Fig. 11).
+
+        Only copies that can be fetched count: those in host memory. Blocks are numbered as in `state`.
+        """
+        copies = np.zeros(int(self.batch.engine["blocks"][cluster, 0]), np.int32)
+        _kvcache.count_copies(self.worlds[cluster], copies)
+        return copies
 
     def outcomes(self, cluster: int) -> Records:
         """The `OUTCOME` records of a cluster's requests [R] (a view)."""

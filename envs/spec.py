@@ -7,7 +7,7 @@ import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 import yaml
@@ -29,6 +29,7 @@ from .state import (
     COUPLED_PARAMETERS,
     DECODE_PARAMETERS,
     PREFILL_PARAMETERS,
+    EvictionRule,
     Parameters,
     Records,
 )
@@ -111,6 +112,8 @@ class PrefillPool(Pool):
     h2d_bytes_per_s: PositiveFloat | None = None
     device_kv_tokens: int | None = Field(default=None, ge=0)
     host_kv_tokens: int | None = Field(default=None, ge=0)
+    disk_kv_tokens: int | None = Field(default=None, ge=0)
+    disk_bytes_per_s: PositiveFloat | None = None
 
 
 class DecodePool(Pool):
@@ -153,6 +156,10 @@ class ClusterSpec(_Described):
     )
     rate_horizon_s: PositiveFloat = Field(default=30.0, description="time constant of moving rates")
 
+    eviction: Literal["lru", "lfu", "length_aware"] = Field(
+        default="lru", description="which cached blocks give way first (paper A3)"
+    )
+
     @model_validator(mode="after")
     def _possible(self) -> ClusterSpec:
         for i, pool in enumerate(self.prefill):
@@ -191,6 +198,7 @@ class ClusterSpec(_Described):
             self.prior_output_tokens,
             self.prior_decode_s,
             self.rate_horizon_s,
+            EvictionRule[self.eviction.upper()],
         )
         prefill = np.zeros(self.n_prefill, PREFILL_PARAMETERS)
         i = 0
@@ -207,6 +215,8 @@ class ClusterSpec(_Described):
                 nodes * node.device_kv_tokens // self.block_tokens,
                 nodes * node.host_kv_tokens // self.block_tokens,
                 nodes,
+                nodes * node.disk_kv_tokens // self.block_tokens,
+                nodes * node.disk_bytes_per_s,
             )
             i += pool.count
         decode = np.zeros(self.n_decode, DECODE_PARAMETERS)

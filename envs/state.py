@@ -40,6 +40,14 @@ class Source(IntEnum):
     RECOMPUTE = 2
 
 
+class EvictionRule(IntEnum):
+    """Which cached blocks give way first (docs/physics.md, "Tiers")."""
+
+    LRU = 0
+    LFU = 1
+    LENGTH_AWARE = 2
+
+
 class Status(IntEnum):
     """What became of a request. Every request ends in exactly one of the last three."""
 
@@ -64,6 +72,7 @@ CLUSTER_PARAMETERS = np.dtype(
         ("prior_output_tokens", "f8"),
         ("prior_decode_s", "f8"),
         ("rate_horizon_s", "f8"),
+        ("eviction", "i8"),  # EvictionRule
     ],
     align=True,
 )
@@ -79,6 +88,8 @@ PREFILL_PARAMETERS = np.dtype(
         ("device_blocks", "i8"),
         ("host_blocks", "i8"),
         ("pipeline_nodes", "i8"),
+        ("disk_blocks", "i8"),
+        ("disk_bytes_per_s", "f8"),
     ],
     align=True,
 )
@@ -164,8 +175,9 @@ DECODE = np.dtype(
 )
 FLIGHT = np.dtype([("decode", "i4"), ("request", "i4"), ("start_s", "f8"), ("tokens", "f8")], align=True)
 
-# Rows of `ClusterState.blocks`: residency per tier; blocks an admitted request will bring; of these, those in transfer.
-HOST, DEVICE, PENDING, TRANSIT = 0, 1, 2, 3
+# Rows of `ClusterState.blocks`: presence per tier; blocks an admitted request will bring.
+HOST, DEVICE, DISK, PENDING = 0, 1, 2, 3
+TIERS = 3
 ROW_BITS = 16  # instances per word
 
 
@@ -345,6 +357,8 @@ PREFILL_TIMER = np.dtype(
         ("last_release", "i4"),
         ("drain_head", "i4"),  # those that have left the first stage of a pipelined group
         ("drain_tail", "i4"),
+        ("disk_free", "i4"),  # places on its disk, below 0 while it has to evict
+        ("releases", "i4"),  # so far, counted for eviction by frequency
     ],
     align=True,
 )
@@ -363,9 +377,12 @@ CELL = np.dtype(  # a run on an instance; the masks have bit i for its block i
     align=True,
 )
 PART = np.dtype([("stamp", "i4"), ("pins", "i4")], align=True)  # by the last block; valid where `cuts`, `ends` say so
-EVICTION = np.dtype(
-    [("release", "i4"), ("position", "i4")], align=True
-)  # where eviction has got to in the chain of releases
+EVICTION = np.dtype(  # where LRU eviction has got to in the chain of releases; by frequency: blocks in the heap
+    [("release", "i4"), ("position", "i4"), ("size", "i4")], align=True
+)
+USE = np.dtype(  # of a block on an instance, for eviction by frequency
+    [("count", "i4"), ("release", "i4"), ("depth", "i4"), ("run", "i4")], align=True
+)
 DECODE_TIMER = np.dtype(
     [
         ("iteration", "i8"),
@@ -415,6 +432,8 @@ ENGINE = np.dtype(
         ("landing_head", "i8"),
         ("landing_tail", "i8"),
         ("recheck", "i8"),
+        ("eviction", "i8"),
+        ("disks", "i8"),  # some instance has a disk tier
         ("chained", "i8"),  # every run always follows the same one, as with block ids that are chained hashes
         ("error", "i8"),
     ],
@@ -439,9 +458,14 @@ class World(NamedTuple):
     engine: Records  # ENGINE [1]
     prefill_timers: Records  # PREFILL_TIMER [P]
     decode_timers: Records  # DECODE_TIMER [D]
-    evictions: Records  # EVICTION [P, 2], per tier
+    evictions: Records  # EVICTION [P, TIERS]
     cells: Records  # CELL [runs, P]
+    disks: NDArray[np.int32]  # [runs, P] mask of a run's blocks on disk; no rows where no instance has one
     parts: Records  # PART [P, blocks]
+    # for eviction by frequency; no blocks with LRU
+    uses: Records  # USE [P, blocks]
+    heaps: NDArray[np.int32]  # [P, TIERS, blocks] blocks, the first to go on top
+    places: NDArray[np.int32]  # [P, TIERS, blocks] where in the heap a block is, plus 1; 0: not in it
     releases: Records  # RELEASE [2 R]: of request r on its own instance at r, on its holder at R + r
     flows: Records  # FLOW [2 R]: fetch of request r at r, its KV stream at R + r
     active: NDArray[np.int32]  # [2 R] flows that hold NICs
@@ -452,7 +476,7 @@ class World(NamedTuple):
     winners: NDArray[np.int32]  # tournament tree over due_s
     # room to work in, nothing kept but the match
     scratch_tail: NDArray[np.float64]  # [4, 2 ring]
-    scratch_match: NDArray[np.int64]  # [3, P]; kept from `observe` to the decision
+    scratch_match: NDArray[np.int64]  # [4, P]; kept from `observe` to the decision
     scratch_forecast: NDArray[np.float64]  # [D, 2]
     scratch_nics: NDArray[np.int64]  # [2, 2 P + D]
     scratch_capacity: NDArray[np.float64]  # [2, 2 P + D]

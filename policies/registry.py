@@ -199,8 +199,10 @@ class CompiledPolicy:
             choice[f"{kind}_values"], choice[f"{kind}_count"] = values.ctypes.data, len(values)
         return (choice, header), choice.ctypes.data
 
-    def replay(self, simulator: Simulator, cluster: int = 0, *, limit: int = 1 << 62) -> None:
-        """Decide for the next requests of a simulated cluster without returning to Python."""
+    def replay(
+        self, simulator: Simulator, cluster: int = 0, *, limit: int = 1 << 62, until_s: float = math.inf
+    ) -> None:
+        """Decide for the next requests of a simulated cluster without returning to Python: see `Simulator.replay`."""
         simulator.replay(
             cluster,
             self.router,
@@ -209,6 +211,7 @@ class CompiledPolicy:
             self.admission_values,
             self.memory[min(cluster, len(self.memory) - 1)],
             limit=limit,
+            until_s=until_s,
         )
 
 

@@ -96,7 +96,7 @@ class PrefixIndex:
 
     Args:
         blocks: int64 [capacity, words] of a `ClusterState`, contiguous and all zero; written to from now on, rows HOST
-            (on any medium), DEVICE (on GPU), PENDING (expected) and TRANSIT (only ever cleared here).
+            (on any medium: engines read their own disks and serve from them), DEVICE (on GPU) and PENDING (expected).
         block_tokens: tokens of a block.
         instances: how many there are; by default as many as `blocks` has columns for.
         engine_capacity: how many of the engines' own hashes may be remembered at most, in all.

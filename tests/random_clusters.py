@@ -34,6 +34,7 @@ def random_case(seed: int) -> Case:
     prefill = [_prefill(rng, size, nic_exponents, most_nodes) for size in sizes[:prefill_count]]
     decode = [_decode(rng) for _ in range(rng.randint(1, 4))]
     requests = _requests(rng, cluster["block_tokens"], tight)
+    _eviction(random.Random(f"eviction of {seed}"), cluster, prefill)
     return cluster, prefill, decode, requests, random.Random(rng.random())
 
 
@@ -82,6 +83,15 @@ def _prefill(
         "device_blocks": rng.randint(0, host_blocks),
         "host_blocks": host_blocks,
     }
+
+
+def _eviction(rng: random.Random, cluster: dict[str, Any], prefill: list[dict[str, Any]]) -> None:
+    """Half of the cases have disks, on some of their instances; half evict by frequency."""
+    disks = rng.random() < 0.5
+    cluster["eviction"] = rng.choice((0, 0, 1, 2))
+    for node in prefill:
+        node["disk_bytes_per_s"] = 10.0 ** rng.uniform(4.5, 7.0)
+        node["disk_blocks"] = rng.choice((0, rng.randint(1, 6), rng.randint(5, 60))) if disks else 0
 
 
 def _decode(rng: random.Random) -> dict[str, Any]:

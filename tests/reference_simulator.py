@@ -16,11 +16,12 @@ from typing import Any
 NAN = math.nan
 INFINITY = math.inf
 SOURCES = ("local", "fetch", "recompute")
+EVICTION_RULES = ("lru", "lfu", "length_aware")
 
 # A side of a NIC: ("tx", p) and ("rx", p) of prefill instance p, ("decode", d) of decode d.
 Nic = tuple[str, int]
 
-CLUSTER_INTEGERS = ("block_tokens", "layers")
+CLUSTER_INTEGERS = ("block_tokens", "layers", "eviction")
 CLUSTER_NUMBERS = (
     "kv_bytes_per_token",
     "transfer_latency_s",
@@ -31,7 +32,7 @@ CLUSTER_NUMBERS = (
     "prior_decode_s",
     "rate_horizon_s",
 )
-PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks", "pipeline_nodes")
+PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks", "pipeline_nodes", "disk_blocks")
 PREFILL_NUMBERS = (
     "base_s",
     "linear_s",
@@ -39,6 +40,7 @@ PREFILL_NUMBERS = (
     "chunk_overhead_s",
     "h2d_bytes_per_s",
     "nic_bytes_per_s",
+    "disk_bytes_per_s",
 )
 DECODE_INTEGERS = ("kv_capacity_tokens", "max_batch")
 DECODE_NUMBERS = (
@@ -119,19 +121,21 @@ class Job:
 
 
 class PrefillNode:
-    """One prefill instance: its two tiers, pins, releases and queue."""
+    """One prefill instance: its tiers, pins, releases and queue."""
 
-    def __init__(self, parameters: Mapping[str, Any], seen: Counter[str]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], eviction: str, seen: Counter[str]) -> None:
         self.x = _copy(parameters, PREFILL_INTEGERS, PREFILL_NUMBERS)
+        self.eviction = eviction
         self.seen = seen
         self.resident: set[int] = set()
         self.device: set[int] = set()
+        self.disk: set[int] = set()
         self.arriving: set[int] = set()  # in transfer to here: they have a place in the host tier
         self.pending: set[int] = set()
         self.pins: dict[int, int] = {}
-        # Oldest first; in each the blocks in request order. A block is only in the last release
-        # that covered it.
-        self.releases: list[list[int]] = []
+        self.releases = 0
+        self.released: dict[int, tuple[int, int]] = {}  # the last release that covered a block, and its depth there
+        self.uses: dict[int, int] = {}
         self.queue: list[Job] = []
         self.running: Job | None = None  # in the first stage
         self.draining: list[Job] = []  # in the later ones, first in first out
@@ -156,7 +160,10 @@ class PrefillNode:
         return _leading(blocks, self.device)
 
     def local_k(self, blocks: Sequence[int]) -> int:
-        return _leading(blocks, self.resident | self.pending)
+        return _leading(blocks, self.resident | self.disk | self.pending)
+
+    def disk_k(self, blocks: Sequence[int]) -> int:
+        return len(set(blocks[: self.local_k(blocks)]) & self.disk - self.pending)
 
     def pin(self, blocks: Sequence[int]) -> None:
         for block in blocks:
@@ -169,28 +176,36 @@ class PrefillNode:
                 del self.pins[block]
 
     def release(self, blocks: Sequence[int]) -> None:
-        """The newest release covers these blocks; they leave the older ones."""
-        covered = set(blocks)
-        older = [[b for b in release if b not in covered] for release in self.releases]
-        self.releases = [release for release in older if release]
-        if blocks:
-            self.releases.append(list(blocks))
+        """The newest release covers these blocks."""
+        self.releases += 1
+        for depth, block in enumerate(blocks):
+            assert block not in self.disk
+            self.released[block] = (self.releases, depth)
+            self.uses[block] = self.uses.get(block, 0) + 1 if block in self.resident else 0
 
-    def oldest_unpinned(self, tier: set[int]) -> int | None:
-        """The block to evict: oldest release first, inside one release the deepest block first."""
-        for release in self.releases:
-            for block in reversed(release):
-                if block in tier:
-                    if self.pins.get(block, 0) == 0:
-                        return block
-                    self.seen["eviction skips a pinned block"] += 1
+    def order(self, block: int) -> tuple[float, ...]:
+        """What has less goes first. A block that was never released is pinned."""
+        release, depth = self.released.get(block, (INFINITY, 0))
+        uses = self.uses.get(block, 0)
+        if self.eviction == "lru":
+            return release, -depth
+        if self.eviction == "lfu":
+            return uses, release, -depth
+        return uses, -depth, release
+
+    def first_unpinned(self, tier: set[int]) -> int | None:
+        """The block to evict."""
+        for block in sorted(tier, key=self.order):
+            if block not in self.pins:
+                return block
+            self.seen["eviction skips a pinned block"] += 1
         return None
 
     def make_room_host(self) -> bool:
         """Room for one block in the host tier. A host eviction also drops the device copy."""
         if len(self.places()) < self.x["host_blocks"]:
             return True
-        block = self.oldest_unpinned(self.resident)
+        block = self.first_unpinned(self.resident)
         if block is None:
             return False
         assert block not in self.pins
@@ -199,13 +214,21 @@ class PrefillNode:
         if block in self.device:
             self.seen["host eviction drops the device copy"] += 1
             self.device.remove(block)
+        self.disk.add(block)
+        while len(self.disk) > self.x["disk_blocks"]:
+            dropped = self.first_unpinned(self.disk)
+            assert dropped is not None and dropped not in self.pins
+            if self.x["disk_blocks"] > 0:
+                self.seen["disk eviction" + (" of the newcomer" if dropped == block else "")] += 1
+            self.disk.remove(dropped)
+            self.uses[dropped] = 0
         return True
 
     def make_room_device(self) -> bool:
         """Room for one block in the device tier."""
         if len(self.device) < self.x["device_blocks"]:
             return True
-        block = self.oldest_unpinned(self.device)
+        block = self.first_unpinned(self.device)
         if block is None:
             return False
         assert block not in self.pins
@@ -260,6 +283,7 @@ class PrefillView:
 
     local_k: int
     device_k: int
+    disk_k: int
     holder: int
     holder_k: int  # F when there is a fetch
     has_fetch: bool
@@ -291,7 +315,8 @@ class ReferenceCluster:
         self.recheck = bool(cluster["decode_recheck"])
         self.seen: Counter[str] = Counter()  # how often each branch of the page was taken
         self.check_every_event = False
-        self.prefill = [PrefillNode(parameters, self.seen) for parameters in prefill]
+        eviction = EVICTION_RULES[self.x["eviction"]]
+        self.prefill = [PrefillNode(parameters, eviction, self.seen) for parameters in prefill]
         self.decode = [DecodeNode(parameters) for parameters in decode]
         self.requests = list(requests)
         arrivals = [request.arrival_s for request in self.requests]
@@ -460,10 +485,10 @@ class ReferenceCluster:
         node.pending |= set(blocks) - node.resident
         # Step 3.
         if job.source == "recompute":
-            job.predicted_duration_s = self._duration(p, n, 0, 0)
+            job.predicted_duration_s = self._duration(p, n, 0, 0, 0)
         else:
             job.predicted_duration_s = self._duration(
-                p, n, job.hit, max(0, job.hit - view.device_k)
+                p, n, job.hit, max(0, job.hit - view.device_k), view.disk_k
             )
         node.drain_s = self._drain_ahead(p, n, self._reuse(n, job.hit))
         node.queue.append(job)
@@ -569,10 +594,14 @@ class ReferenceCluster:
     def _block_bytes(self) -> float:
         return float(self.x["block_tokens"] * self.x["kv_bytes_per_token"])
 
-    def _duration(self, p: int, n: int, k: int, j: int) -> float:
+    def _duration(self, p: int, n: int, k: int, j: int, x: int) -> float:
         """Section "Prefill": layer-wise overlap of computing and loading."""
         c = self._compute(p, n, self._reuse(n, k))
         h = j * self._block_bytes() / self.prefill[p].x["h2d_bytes_per_s"]
+        from_disk = x * self._block_bytes() / self.prefill[p].x["disk_bytes_per_s"]
+        if x:
+            self.seen["disk slower than h2d" if from_disk > h else "disk faster than h2d"] += 1
+        h = max(h, from_disk)
         if h > c:
             self.seen["load longer than compute"] += 1
         return float(max(c, h) + min(c, h) / self._layers_per_node(p))
@@ -605,6 +634,8 @@ class ReferenceCluster:
             block = blocks[i]
             if block in node.resident:
                 self.seen["fetch range has a resident block"] += 1
+            elif block in node.disk:
+                self.seen["fetch range has a block on disk"] += 1
             elif block in node.arriving:
                 # It has a place: another request's fetch is bringing it.
                 self.seen["fetch range has a block in transfer for another"] += 1
@@ -645,18 +676,19 @@ class ReferenceCluster:
         if job.source == "recompute":
             k = 0
         elif job.fetch_landed:
-            k = node.ready_k(blocks)
+            k = _leading(blocks, node.resident | node.disk)
         else:
-            k = _leading(blocks, node.resident | set(job.in_transfer))
+            k = _leading(blocks, node.resident | node.disk | set(job.in_transfer))
         if k > job.hit and job.source != "recompute":
             self.seen["more resident at the start than the hit"] += 1
         if k < job.hit:
             self.seen["less resident at the start than the hit"] += 1
         device_k = node.device_k(blocks)
         j = max(0, k - device_k)
+        x = len(set(blocks[:k]) & node.disk)
         self._pin_at_prefill(job, blocks[job.hit :])
         job.prefill_start_s = t
-        job.duration_s = self._duration(p, n, k, j)
+        job.duration_s = self._duration(p, n, k, j, x)
         job.compute_s = self._compute(p, n, self._reuse(n, k))
         if job.fetch_landed:
             if job.in_transfer:
@@ -742,6 +774,9 @@ class ReferenceCluster:
         assert job is not None and job.fetch_landed
         blocks = job.request.blocks
         # Step 1.
+        if node.disk & set(blocks):
+            self.seen["promotion"] += 1
+        node.disk -= set(blocks)
         for block in blocks:
             if block not in node.resident:
                 if block in node.arriving:
@@ -1005,12 +1040,13 @@ class ReferenceCluster:
         """Section "What the scheduler knows and predicts", the prefill side."""
         node, n, blocks = self.prefill[p], request.input_tokens, request.blocks
         local_k, device_k = node.local_k(blocks), node.device_k(blocks)
+        disk_k = node.disk_k(blocks)
         queue_s = 0.0
         if node.running is not None:
             queue_s = max(0.0, node.running_end - self.now) + node.queued_s
-        ttft_local = queue_s + self._duration(p, n, local_k, max(0, local_k - device_k))
+        ttft_local = queue_s + self._duration(p, n, local_k, max(0, local_k - device_k), disk_k)
         ttft_local += self._drain_ahead(p, n, self._reuse(n, local_k))
-        ttft_recompute = queue_s + self._duration(p, n, 0, 0) + self._drain_ahead(p, n, 0)
+        ttft_recompute = queue_s + self._duration(p, n, 0, 0, 0) + self._drain_ahead(p, n, 0)
         holder, holder_k = self._holder(p, blocks)
         has_fetch = holder_k > local_k
         fetch_s, ttft_fetch = 0.0, ttft_local
@@ -1020,13 +1056,14 @@ class ReferenceCluster:
             fetch_s += self.x["transfer_latency_s"]
             compute_s = self._compute(p, n, self._reuse(n, holder_k))
             ttft_fetch = max(
-                queue_s + self._duration(p, n, holder_k, max(0, holder_k - device_k)),
+                queue_s + self._duration(p, n, holder_k, max(0, holder_k - device_k), disk_k),
                 fetch_s + compute_s / self._layers_per_node(p),
             )
             ttft_fetch += self._drain_ahead(p, n, self._reuse(n, holder_k))
         return PrefillView(
             local_k=local_k,
             device_k=device_k,
+            disk_k=disk_k,
             holder=holder,
             holder_k=holder_k,
             has_fetch=has_fetch,
@@ -1057,7 +1094,9 @@ class ReferenceCluster:
     def _check_prefill(self, p: int, node: PrefillNode) -> None:
         assert len(node.places()) <= node.x["host_blocks"], "host tier over capacity"
         assert len(node.device) <= node.x["device_blocks"], "device tier over capacity"
+        assert len(node.disk) <= node.x["disk_blocks"], "disk tier over capacity"
         assert node.device <= node.resident, "device not inside host"
+        assert not node.disk & node.places(), "a block on disk has a place in the host tier"
         assert not node.pending & node.resident, "a resident block is pending"
         # The pins are exactly those of the requests here and of the fetches from here.
         pins: Counter[int] = Counter()
@@ -1068,10 +1107,8 @@ class ReferenceCluster:
                 pins.update(job.holder_pins)
                 assert set(job.holder_pins) <= node.resident, "a block in transfer left its holder"
         assert dict(pins) == node.pins, "pins do not add up"
-        stamped = [block for release in node.releases for block in release]
-        assert len(set(stamped)) == len(stamped)
-        for block in node.resident:
-            assert block in pins or block in stamped, "an unpinned block was never released"
+        for block in node.resident | node.disk:
+            assert block in pins or block in node.released, "an unpinned block was never released"
         fetching = [job for job in self.in_flight if job.prefill == p and not job.fetch_landed]
         arriving = [block for job in fetching for block in job.in_transfer]
         assert sorted(arriving) == sorted(node.arriving), "blocks in transfer do not add up"

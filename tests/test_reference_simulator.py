@@ -36,6 +36,7 @@ CLUSTER: dict[str, Any] = {
     "prior_output_tokens": 100.0,
     "prior_decode_s": 10.0,
     "rate_horizon_s": 10.0,
+    "eviction": 0,
 }
 PREFILL: dict[str, Any] = {
     "base_s": 1.0,
@@ -48,6 +49,8 @@ PREFILL: dict[str, Any] = {
     "device_blocks": 0,
     "host_blocks": 100,
     "pipeline_nodes": 1,
+    "disk_blocks": 0,
+    "disk_bytes_per_s": 20.0,
 }
 # step(B, K) = 1 + 0.5 B + 0.01 K. The sending side is what limits a stream.
 DECODE: dict[str, Any] = {
@@ -373,6 +376,89 @@ def test_eviction_order() -> None:
     assert node.resident == {7, 8, 9, 10} and node.device == {7, 8}
     assert simulator.seen["no room in host"] == 1
     assert simulator.seen["eviction skips a pinned block"] > 0
+
+
+def test_a_block_on_disk_is_a_hit_and_is_promoted() -> None:
+    chains = [[1, 2], [3, 4, 5], [1, 2, 6], [7, 8, 9]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    simulator = build(requests, [{"host_blocks": 3, "device_blocks": 1, "disk_blocks": 2}])
+    node = simulator.prefill[0]
+    host, disk, seen = [], [], []
+    for _ in requests:
+        simulator.advance_to_next_arrival()
+        host.append(set(node.resident))
+        disk.append(set(node.disk))
+        seen.append(simulator.observe()["prefill"])
+        simulator.decide((0, 0, "local"))
+    simulator.drain()
+    # 3, 4, 5 drove out 2, then 1: both are on disk.
+    assert host[2] == {3, 4, 5} and disk[2] == {1, 2}
+    # Read at 20 bytes/s: 1 s for 20 bytes, more than the 0.2 s from host to device; compute(20) = 2.
+    assert seen[2]["local_tokens"] == [20] and seen[2]["device_tokens"] == [0]
+    assert seen[2]["ttft_local_s"] == [pytest.approx(2.0 + 1.0 / 2)]
+    assert simulator.outcomes[2]["prefill_s"] == pytest.approx(2.5)
+    # Promoted: they are in host memory, and no longer on disk, where 5, 4, 3 take their place; 5 has to go again.
+    assert host[3] == {1, 2, 6} and disk[3] == {3, 4}
+    # 6, 2, 1 go on disk, one after the other; first the older ones give way, then the deeper one.
+    assert node.resident == {7, 8, 9} and node.disk == {1, 2}
+
+
+def test_who_fetches_does_not_see_the_disk_of_others() -> None:
+    chains = [[1, 2], [3, 4], [1, 2], [1, 2, 5]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    simulator = build(requests, [{"host_blocks": 2, "disk_blocks": 2}, {}])
+    seen = run(simulator, [(0, 0, "local"), (0, 0, "local"), (0, 0, "recompute"), (1, 0, "fetch")])
+    assert seen[2]["prefill"]["local_tokens"] == [19, 0]
+    assert seen[2]["prefill"]["fetch_tokens"] == [0, 0]
+    # computed anew, the blocks are in host memory, and can be fetched
+    assert seen[3]["prefill"]["fetch_tokens"] == [0, 20]
+    assert simulator.outcomes[3]["fetched_blocks"] == 2
+    assert simulator.prefill[0].disk == {3, 4}
+
+
+def test_a_promotion_on_its_way_is_not_loaded_twice() -> None:
+    chains = [[1, 2], [3, 4], [1, 2], [1, 2]]
+    times = (0.0, 10.0, 20.0, 20.5)
+    requests = [Request(t, 20, 1, c) for t, c in zip(times, chains, strict=True)]
+    simulator = build(requests, [{"host_blocks": 2, "disk_blocks": 2}])
+    seen = run(simulator, [(0, 0, "local")] * 4)
+    # 1.1 s to compute a token, 1 s from disk, half hidden; for the second, 0.2 s from host memory, after the first.
+    assert seen[2]["prefill"]["ttft_local_s"] == [pytest.approx(1.1 + 0.5)]
+    assert seen[3]["prefill"]["ttft_local_s"] == [pytest.approx(1.1 + 1.1 + 0.1)]
+    assert simulator.outcomes[3]["ttft_s"] == pytest.approx(2.3)
+
+
+def test_lfu_keeps_a_hot_old_block() -> None:
+    chains = [[1, 2], [1, 2], [3, 4], [5], [6]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    resident = []
+    for eviction in (0, 1):
+        simulator = build(requests, [{"host_blocks": 4, "device_blocks": 2}], eviction=eviction)
+        run(simulator, [(0, 0, "local")] * 5)
+        resident.append(simulator.prefill[0].resident)
+    # 2 and 1 were used twice, but not of late.
+    assert resident == [{3, 4, 5, 6}, {1, 2, 5, 6}]
+
+
+def test_lfu_counts_anew_what_came_back() -> None:
+    chains = [[1], [1], [1], [2], [2], [3], [3], [1], [4]]
+    requests = [Request(10.0 * i, 10, 1, c) for i, c in enumerate(chains)]
+    simulator = build(requests, [{"host_blocks": 1}], eviction=1)
+    run(simulator, [(0, 0, "local")] * 9)
+    assert simulator.prefill[0].resident == {4}
+    assert simulator.prefill[0].uses == {1: 0, 2: 0, 3: 0, 4: 1}
+
+
+def test_length_aware_evicts_the_deepest_of_the_least_used() -> None:
+    chains = [[1], [2, 3], [4]]
+    requests = [Request(10.0 * i, 10 * len(c), 1, c) for i, c in enumerate(chains)]
+    resident = []
+    for eviction in (1, 2):
+        simulator = build(requests, [{"host_blocks": 3}], eviction=eviction)
+        run(simulator, [(0, 0, "local")] * 3)
+        resident.append(simulator.prefill[0].resident)
+    # 3 is deeper than 1, though younger.
+    assert resident == [{2, 3, 4}, {1, 2, 4}]
 
 
 def test_a_fresh_release_protects() -> None:
@@ -804,6 +890,10 @@ def test_random_cases_take_every_branch() -> None:
         "contention on rx",
         "contention on tx",
         "device eviction",
+        "disk eviction",
+        "disk eviction of the newcomer",
+        "disk faster than h2d",
+        "disk slower than h2d",
         "eviction skips a pinned block",
         "expects to drain behind another",
         "fetch cut short",
@@ -827,6 +917,7 @@ def test_random_cases_take_every_branch() -> None:
         "no room on device",
         "not kept though another request needs it",
         "one output token",
+        "promotion",
         "ready during a stall",
         "rejected at arrival",
         "rejected by the re-check",

@@ -6,9 +6,10 @@ import math
 
 import numpy as np
 
-from ..state import Status
+from ..state import TIERS, EvictionRule, Status
 from .compile import compiled
 from .decode import boundary, land_stream
+from .frequency import forget
 from .memory import (
     CELL_BYTES,
     arrival_of,
@@ -16,10 +17,13 @@ from .memory import (
     cluster_of,
     decode_of,
     decode_timer_of,
+    disk_index,
     engine_of,
     eviction_of,
+    i4_at,
     i8_at,
     outcome_of,
+    prefill_node_of,
     prefill_of,
     prefill_timer_of,
     reference_of,
@@ -30,6 +34,7 @@ from .network import complete_flow, next_flow, schedule_network, take_landing
 from .prefill import admit, advance_prefill, land_fetch
 from .timers import clear_timers, next_due
 
+LRU = int(EvictionRule.LRU)
 REJECTED_AT_ARRIVAL = int(Status.REJECTED_AT_ARRIVAL)
 
 
@@ -109,12 +114,21 @@ def meet(world, request):
         engine.outcomes_met = request + 1
     asked = request_of(world, request)
     row = (CELL_BYTES >> 3) * world.prefills
+    numbers = i4_at(world.run_blocks)
     for i in range(asked.first, asked.first + asked.references):
         run = np.int64(reference_of(world, i).run)  # numbered in order of appearance
         if run >= engine.runs_met:
             words = i8_at(world.cells + 8 * row * run)
             for word in range(row):
                 words[word] = 0
+            if engine.disks != 0:
+                for p in range(world.prefills):
+                    i4_at(world.disks)[disk_index(world, run, p)] = 0
+            if engine.eviction != LRU:
+                last_block = numbers[run + 1] if run + 1 < engine.runs else engine.blocks
+                for p in range(world.prefills):
+                    for block in range(numbers[run], last_block):
+                        forget(world, p, block, run)
             engine.runs_met = run + 1
 
 
@@ -174,6 +188,11 @@ def reset(world, parameters):
     clock.rejected_at_decode = 0
     clock.wasted_prefill_s = 0.0
     clock.prefill_s = 0.0
+    engine.error = 0
+    engine.disks = 0
+    engine.eviction = cluster.eviction
+    if engine.eviction != LRU and world.use_capacity == 0:
+        engine.error = 4
     for p in range(world.prefills):
         prefill = prefill_of(state, p)
         prefill.up = 1
@@ -196,10 +215,17 @@ def reset(world, parameters):
         timer.last_release = -1
         timer.drain_head = -1
         timer.drain_tail = -1
-        for tier in range(2):
+        timer.releases = 0
+        timer.disk_free = prefill_node_of(parameters, p).disk_blocks
+        if timer.disk_free > 0:
+            engine.disks = 1
+            if world.disk_capacity == 0:
+                engine.error = 3
+        for tier in range(TIERS):
             place = eviction_of(world, p, tier)
             place.release = -1
             place.position = -1
+            place.size = 0
     for d in range(world.decodes):
         decode = decode_of(state, d)
         decode.up = 1
@@ -233,5 +259,4 @@ def reset(world, parameters):
     engine.held_flows = 0
     engine.landing_head = -1
     engine.landing_tail = -1
-    engine.error = 0
     clear_timers(world)

@@ -1,22 +1,24 @@
-"""KV blocks on the prefill instances: prefix match, pins, tiers, LRU eviction (docs/physics.md, "Tiers").
+"""KV blocks on the prefill instances: prefix match, pins, tiers, eviction (docs/physics.md, "Tiers").
 
 All works on runs: a request's blocks are a few runs, and who has which block of a run is a bit mask per instance. Pins
 and releases always cover the first blocks of a request: whole runs, then perhaps the first blocks of one more, a part.
 
-Recency is a chain of releases per instance, and each (run, instance) remembers its last release. Each tier keeps its
-place in the chain: eviction walks on from there, passing over what was used again since. So a touch is one write, and
-an eviction costs amortised constant time.
+For LRU, recency is a chain of releases per instance, and each (run, instance) remembers its last release. Each tier
+keeps its place in the chain: eviction walks on from there, passing over what was used again since. So a touch is one
+write, and an eviction costs amortised constant time. By frequency, the uses of each block are counted (frequency.py).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
+from ..state import DEVICE, DISK, HOST, PENDING, ROW_BITS, TIERS, EvictionRule
 from .compile import compiled
+from .frequency import offer, take_first, withdraw
 from .memory import (
     bits_in,
     cell_of,
+    disk_index,
     engine_of,
     eviction_of,
     i4_at,
@@ -32,15 +34,19 @@ from .memory import (
     row_bit,
     state_of,
     up_to_highest,
+    use_of,
     word_index,
 )
 
+LRU = int(EvictionRule.LRU)
+
 
 @compiled
-def match(state, block_ids, count, local, ready, device):
-    """Leading blocks per instance of the `count` ids at `block_ids`: resident or pending, resident, on device.
+def match(state, block_ids, count, local, ready, device, disk):
+    """Leading blocks per instance of the `count` ids at `block_ids`: there or pending, resident, on device; and how
+    many of the first of these are on disk and not pending.
 
-    One walk for 16 instances; stops where none of them goes on. Writes int64 `local`, `ready`, `device` [P].
+    One walk for 16 instances; stops where none of them goes on. Writes int64 `local`, `ready`, `device`, `disk` [P].
     """
     words = i8_at(state.blocks)
     ids = i4_at(block_ids)
@@ -50,16 +56,23 @@ def match(state, block_ids, count, local, ready, device):
             local[p] = count
             ready[p] = count
             device[p] = count
+            disk[p] = 0
         alive_local = (np.int64(1) << (last - first)) - 1
         alive_ready = alive_local
         alive_device = alive_local
         for i in range(count):
             word = words[word_index(state, ids[i], first)]
             host = word  # the host row is the lowest; what is above it is masked away by `alive`
-            still = alive_local & (host | (word >> (ROW_BITS * PENDING)))
+            pending = word >> (ROW_BITS * PENDING)
+            on_disk = word >> (ROW_BITS * DISK)
+            still = alive_local & (host | pending | on_disk)
             if still != alive_local:
                 _note(alive_local & ~still, first, i, local)
                 alive_local = still
+            reading = still & on_disk & ~pending
+            while reading != 0:
+                disk[first + lowest_bit(reading)] += 1
+                reading &= reading - 1
             still = alive_ready & host
             if still != alive_ready:
                 _note(alive_ready & ~still, first, i, ready)
@@ -95,13 +108,36 @@ def mask_of(length):
 
 
 @compiled
-def match_runs(world, request, local, ready, device):
+def on_disk(world, run, p):
+    """Mask of the blocks of a run that are on an instance's disk."""
+    if engine_of(world).disks == 0:
+        return np.int64(0)
+    return np.int64(i4_at(world.disks)[disk_index(world, run, p)])
+
+
+@compiled
+def take_off_disk(world, run, p):
+    """A run is on an instance's disk no more."""
+    if engine_of(world).disks != 0:
+        at = disk_index(world, run, p)
+        mask = np.int64(i4_at(world.disks)[at])
+        i4_at(world.disks)[at] = 0
+        prefill_timer_of(world, p).disk_free += bits_in(mask)
+        if engine_of(world).eviction != LRU:
+            while mask != 0:
+                withdraw(world, p, DISK, i4_at(world.run_blocks)[run] + lowest_bit(mask))
+                mask &= mask - 1
+
+
+@compiled
+def match_runs(world, request, local, ready, device, disk):
     """`match` for a request of the simulator."""
     asked = request_of(world, request)
     for p in range(world.prefills):
         local_blocks = 0
         ready_blocks = 0
         device_blocks = 0
+        disk_blocks = 0
         all_ready = True
         all_device = True
         for i in range(asked.first, asked.first + asked.references):
@@ -115,13 +151,16 @@ def match_runs(world, request, local, ready, device):
                 count = leading(cell.host)
                 ready_blocks += count
                 all_ready = count == reference.length
-            count = leading(cell.host | cell.pending)
+            cold = on_disk(world, reference.run, p)
+            count = leading(cell.host | cell.pending | cold)
             local_blocks += count
+            disk_blocks += bits_in(cold & ~cell.pending & mask_of(count))
             if count < reference.length:
                 break
         local[p] = local_blocks
         ready[p] = ready_blocks
         device[p] = device_blocks
+        disk[p] = disk_blocks
 
 
 @compiled
@@ -135,14 +174,29 @@ def fill_blocks(world, words):
         stop = numbers[run + 1] if run + 1 < engine.runs else engine.blocks
         for p in range(state.prefills):
             cell = cell_of(world, run, p)
+            cold = on_disk(world, run, p)
             for b in range(numbers[run], stop):
                 i = b - numbers[run]
                 words[b, p >> 4] |= (
                     (cell.host >> i & 1) * row_bit(HOST, p)
                     | (cell.device >> i & 1) * row_bit(DEVICE, p)
+                    | (cold >> i & 1) * row_bit(DISK, p)
                     | (cell.pending >> i & 1) * row_bit(PENDING, p)
-                    | (cell.transit >> i & 1) * row_bit(TRANSIT, p)
                 )
+
+
+@compiled
+def count_copies(world, copies):
+    """Write on how many instances each block is resident into int32[blocks]."""
+    copies[:] = 0
+    engine = engine_of(world)
+    numbers = i4_at(world.run_blocks)
+    for run in range(engine.runs_met):
+        for p in range(world.prefills):
+            mask = np.int64(cell_of(world, run, p).host)
+            while mask != 0:
+                copies[numbers[run] + lowest_bit(mask)] += 1
+                mask &= mask - 1
 
 
 @compiled
@@ -229,13 +283,38 @@ def chain_release(world, p, entry, first, references, part):
     released.part = part
     timer = prefill_timer_of(world, p)
     if timer.last_release < 0:
-        for tier in range(2):
+        for tier in range(TIERS):
             place = eviction_of(world, p, tier)
             place.release = entry
             place.position = references - 1
     else:
         release_of(world, timer.last_release).next = entry
     timer.last_release = entry
+    if engine_of(world).eviction != LRU:
+        _count_uses(world, p, first, references, part)
+
+
+@compiled
+def _count_uses(world, p, first, references, part):
+    timer = prefill_timer_of(world, p)
+    timer.releases += 1
+    depth = 0
+    for i in range(first, first + references):
+        reference = reference_of(world, i)
+        cell = cell_of(world, reference.run, p)
+        start = i4_at(world.run_blocks)[reference.run]
+        for b in range(part if part > 0 and i == first + references - 1 else reference.length):
+            use = use_of(world, p, start + b)
+            if cell.host >> b & 1:
+                use.count += 1
+                use.release = timer.releases
+                use.depth = depth
+                offer(world, p, HOST, start + b)
+                if cell.device >> b & 1:
+                    offer(world, p, DEVICE, start + b)
+            else:
+                use.count = 0
+            depth += 1
 
 
 @compiled
@@ -246,7 +325,11 @@ def make_room(world, p, tier, capacity, blocks):
     free = capacity - used
     if blocks <= free:
         return blocks
-    return free + _evict(world, p, tier, blocks - free)
+    room = free + _evict(world, p, tier, blocks - free)
+    disk_free = prefill_timer_of(world, p).disk_free
+    if disk_free < 0:  # the disk has got more than it holds
+        _evict(world, p, DISK, -disk_free)
+    return room
 
 
 @compiled
@@ -263,19 +346,70 @@ def _last_released(world, reference, p, entry, part):
 
 @compiled
 def _evict(world, p, tier, wanted):
-    """Evict the least recently released, unpinned blocks; of one release the deepest, so the rest stays reachable.
+    """Evict unpinned blocks by the rule; returns how many, fewer than `wanted` when the others are all pinned."""
+    if engine_of(world).eviction == LRU:
+        return _evict_oldest(world, p, tier, wanted)
+    return _evict_least_used(world, p, tier, wanted)
 
-    Returns how many were evicted, fewer than `wanted` when the others are all pinned.
-    """
+
+@compiled
+def _take_out(world, p, tier, run, mask):
+    """Blocks of a run leave a tier: the host tier for the disk, if there is one, and the device tier with it."""
+    cell = cell_of(world, run, p)
     prefill = prefill_of(state_of(world), p)
+    count = bits_in(mask)
+    if tier == HOST:
+        cell.host &= ~mask
+        prefill.host_used -= count
+    if tier != DEVICE and engine_of(world).disks != 0:
+        i4_at(world.disks)[disk_index(world, run, p)] ^= mask
+        prefill_timer_of(world, p).disk_free += count if tier == DISK else -count
+    mask &= cell.device
+    cell.device &= ~mask
+    prefill.device_used -= bits_in(mask)
+
+
+@compiled
+def _evict_least_used(world, p, tier, wanted):
+    left = wanted
+    while left > 0:
+        block = take_first(world, p, tier)
+        if block < 0:
+            break
+        use = use_of(world, p, block)
+        run = np.int64(use.run)
+        cell = cell_of(world, run, p)
+        bit = np.int64(1) << (block - i4_at(world.run_blocks)[run])
+        if cell.pins > 0 or up_to_highest(cell.ends) & bit != 0:
+            continue  # it is offered again when it is released
+        _take_out(world, p, tier, run, bit)
+        left -= 1
+        if tier == HOST:
+            withdraw(world, p, DEVICE, block)
+            if engine_of(world).disks != 0:
+                offer(world, p, DISK, block)
+            else:
+                use.count = 0
+        elif tier == DISK:
+            use.count = 0
+    return wanted - left
+
+
+@compiled
+def _evict_oldest(world, p, tier, wanted):
+    """LRU: what was released least recently; of one release the deepest, so the rest stays reachable."""
     place = eviction_of(world, p, tier)
+    front = eviction_of(world, p, HOST)
     chained = engine_of(world).chained != 0
     left = wanted
     while place.release >= 0:
         entry = place.release
         released = release_of(world, entry)
         position = place.position
-        while position >= 0:
+        # on disk is what the host tier evicted: it may not get ahead of that, or it would miss what is still to come
+        at_front = tier == DISK and entry == front.release
+        last = max(0, front.position) if at_front else 0
+        while position >= last:
             reference = reference_of(world, released.first + position)
             part = released.part if position == released.references - 1 else 0
             mask = _last_released(world, reference, p, entry, part)
@@ -286,25 +420,24 @@ def _evict(world, p, tier, wanted):
             cell = cell_of(world, reference.run, p)
             if cell.pins > 0:
                 mask = 0
-            mask &= ~up_to_highest(cell.ends) & (cell.host if tier == HOST else cell.device)
+            if tier == DISK:
+                there = on_disk(world, reference.run, p)
+            else:
+                there = np.int64(cell.host if tier == HOST else cell.device)
+            mask &= ~up_to_highest(cell.ends) & there
             if mask != 0:
                 count = bits_in(mask)
                 while count > left:
                     mask &= mask - 1
                     count -= 1
-                if tier == HOST:
-                    cell.host &= ~mask
-                    prefill.host_used -= count
-                    mask &= cell.device
-                cell.device &= ~mask
-                prefill.device_used -= bits_in(mask)
+                _take_out(world, p, tier, reference.run, mask)
                 left -= count
                 if left == 0:
                     place.position = position
                     return wanted
             position -= 1
         place.position = position
-        if released.next < 0:
+        if released.next < 0 or at_front:
             break
         following = release_of(world, released.next)
         place.release = released.next

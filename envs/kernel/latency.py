@@ -93,8 +93,18 @@ def block_load_time(cluster, instance):
 
 
 @compiled
+def load_time(cluster, instance, blocks, from_disk):
+    """Seconds to bring blocks to the device, `from_disk` of them read from disk: the slower link sets the time."""
+    load_s = blocks * block_load_time(cluster, instance)
+    if from_disk > 0:
+        disk_s = from_disk * cluster.block_tokens * cluster.kv_bytes_per_token / instance.disk_bytes_per_s
+        load_s = max(load_s, disk_s)
+    return load_s
+
+
+@compiled
 def prefill_time(cluster, instance, input_tokens, blocks, load_s):
-    """Seconds a prefill takes a stage when it reuses `blocks` blocks, which take `load_s` to come from host memory."""
+    """Seconds a prefill takes a stage when it reuses `blocks` blocks, which take `load_s` to come to the device."""
     reused = reuse_tokens(blocks, cluster.block_tokens, input_tokens)
     compute_s = compute_time(instance, input_tokens, reused)
     if load_s <= 0.0:

@@ -19,7 +19,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from .. import state as _state
-from ..state import ROW_BITS
+from ..state import ROW_BITS, TIERS
 from .compile import compiled
 
 CHECKED = os.environ.get("CONDUCTOR_CHECK_BOUNDS", "0") not in ("", "0")
@@ -40,7 +40,9 @@ WORLD = header_dtype(
         "request_capacity",
         "reference_capacity",
         "run_capacity",
+        "disk_capacity",
         "block_capacity",
+        "use_capacity",
         "ring",
         "batch_limit",
         "leaves",
@@ -179,6 +181,7 @@ _request_at = record_at(_state.REQUEST)
 _reference_at = record_at(_state.REFERENCE)
 _cell_at = record_at(_state.CELL)
 _part_at = record_at(_state.PART)
+_use_at = record_at(_state.USE)
 _release_at = record_at(_state.RELEASE)
 _flow_at = record_at(_state.FLOW)
 _member_at = record_at(_state.MEMBER)
@@ -316,7 +319,7 @@ def decode_timer_of(world, d):
 
 @compiled
 def eviction_of(world, p, tier):
-    return _eviction_at(world.evictions, check(p, world.prefills) * 2 + check(tier, 2))
+    return _eviction_at(world.evictions, check(p, world.prefills) * TIERS + check(tier, TIERS))
 
 
 @compiled
@@ -325,10 +328,21 @@ def cell_of(world, run, p):
 
 
 @compiled
+def disk_index(world, run, p):
+    """Where in `world.disks` the mask of a run for instance p is."""
+    return check(run, world.disk_capacity) * world.prefills + check(p, world.prefills)
+
+
+@compiled
 def part_of(world, run, p, blocks):
     """What is kept of the first `blocks` blocks of a run on an instance."""
     last = i4_at(world.run_blocks)[check(run, world.run_capacity)] + blocks - 1
     return _part_at(world.parts, check(p, world.prefills) * world.block_capacity + check(last, world.block_capacity))
+
+
+@compiled
+def use_of(world, p, block):
+    return _use_at(world.uses, check(p, world.prefills) * world.use_capacity + check(block, world.use_capacity))
 
 
 @compiled

@@ -7,12 +7,12 @@ import numpy as np
 from ..state import DEVICE, HOST, Source
 from .compile import compiled
 from .decode import finish, withdraw
-from .kvcache import chain_release, leading, make_room, mask_of, pin, release
+from .kvcache import chain_release, leading, make_room, mask_of, on_disk, pin, release, take_off_disk
 from .latency import (
-    block_load_time,
     compute_time,
     drain_ahead,
     drain_time,
+    load_time,
     prefill_time,
     reuse_tokens,
     stage_layers,
@@ -68,14 +68,15 @@ def _part_mask(reference, at, start, stop):
 
 @compiled
 def _missing(world, request, p, start, stop):
-    """How many of blocks [start, stop) of the request are neither resident on p nor on their way there."""
+    """How many of blocks [start, stop) of the request are neither on p nor in transfer to it."""
     asked = request_of(world, request)
     at = 0
     missing = 0
     for i in range(asked.first, asked.first + asked.references):
         reference = reference_of(world, i)
         cell = cell_of(world, reference.run, p)
-        missing += bits_in(_part_mask(reference, at, start, stop) & ~(cell.host | cell.transit))
+        there = cell.host | cell.transit | on_disk(world, reference.run, p)
+        missing += bits_in(_part_mask(reference, at, start, stop) & ~there)
         at += reference.length
     return missing
 
@@ -134,6 +135,7 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     local = i8_at(world.scratch_match)
     ready = i8_at(world.scratch_match + 8 * world.prefills)
     device = i8_at(world.scratch_match + 16 * world.prefills)
+    disk = i8_at(world.scratch_match + 24 * world.prefills)
     hit = local[p] if source != RECOMPUTE else 0
     job.local = hit
     job.holder = -1
@@ -154,11 +156,12 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
                 size = in_transfer * cluster.block_tokens * cluster.kv_bytes_per_token
                 start_flow(world, parameters, request, holder, world.prefills + p, size, np.inf)
     start = 0
+    known = job.local if engine_of(world).disks == 0 else 0  # what is on disk will be promoted
     for i in range(asked.first, asked.first + asked.references):
         reference = reference_of(world, i)
-        if start + reference.length > job.local:
+        if start + reference.length > known:
             cell = cell_of(world, reference.run, p)
-            cell.pending |= _part_mask(reference, start, job.local, asked.blocks) & ~cell.host
+            cell.pending |= _part_mask(reference, start, known, asked.blocks) & ~cell.host
         start += reference.length
     job.hit = hit
     job.due_s = clock.now_s + fetch_s
@@ -166,7 +169,7 @@ def admit(world, parameters, request, p, d, source, ttft_s, tbt_s, fetch_s):
     if source == RECOMPUTE:
         job.predicted_s = prefill_time(cluster, node, n, 0, 0.0)
     else:
-        load_s = (hit - device[p]) * block_load_time(cluster, node)
+        load_s = load_time(cluster, node, hit - device[p], disk[p])
         job.predicted_s = prefill_time(cluster, node, n, hit, load_s)
     reused = reuse_tokens(hit, cluster.block_tokens, n)
     prefill.drain_s = drain_ahead(prefill, node, clock.now_s, n, reused)
@@ -224,17 +227,20 @@ def start_prefill(world, parameters, p):
     asked = request_of(world, request)
     blocks = 0
     on_device = 0
+    from_disk = 0
     if outcome.source != RECOMPUTE:
         at = 0
         all_device = True
         for i in range(asked.first, asked.first + asked.references):
             reference = reference_of(world, i)
             cell = cell_of(world, reference.run, p)
-            usable = np.int64(cell.host)
+            cold = on_disk(world, reference.run, p)
+            usable = np.int64(cell.host) | cold
             if job.landed == 0:
                 usable |= _part_mask(reference, at, job.local, job.hit)
             count = leading(usable)
             blocks += count
+            from_disk += bits_in(cold & mask_of(count))
             if all_device:
                 count_device = min(count, leading(cell.device))
                 on_device += count_device
@@ -246,7 +252,7 @@ def start_prefill(world, parameters, p):
 
     n = input_of(world, request)
     reused = reuse_tokens(blocks, cluster.block_tokens, n)
-    load_s = (blocks - on_device) * block_load_time(cluster, node)
+    load_s = load_time(cluster, node, blocks - on_device, from_disk)
     job.duration_s = prefill_time(cluster, node, n, blocks, load_s)
     job.compute_s = compute_time(node, n, reused)
     outcome.reused_tokens = reused
@@ -310,7 +316,7 @@ def land_fetch(world, parameters, request):
         landed = cell.transit & mask
         cell.transit ^= landed
         cell.host |= landed
-        cell.pending &= ~mask
+        cell.pending &= ~landed
         at += reference.length
     job.landed = 1
     release(world, job.holder, engine_of(world).requests + request, job.hit)
@@ -335,6 +341,8 @@ def _keep(world, request, p, node):
     prefill = prefill_of(state_of(world), p)
     asked = request_of(world, request)
     last = asked.first + asked.references
+    for i in range(asked.first, last):
+        take_off_disk(world, reference_of(world, i).run, p)
     resident = 0  # leading blocks
     for i in range(asked.first, last):
         reference = reference_of(world, i)
@@ -368,6 +376,8 @@ def _keep(world, request, p, node):
                 missing = _lowest(missing, room)
                 loading = False
             cell.device |= missing
+    for i in range(asked.first, last):  # kept until all have their places
+        cell = cell_of(world, reference_of(world, i).run, p)
         cell.pending = 0
         cell.stamp = request
         cell.cuts = 0

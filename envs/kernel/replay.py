@@ -20,12 +20,13 @@ from numba import types
 from numba.extending import typeof_impl
 
 from ..observe import observe_matched
-from ..state import Source
+from ..state import TIERS, EvictionRule, Source
 from .compile import compiled
-from .events import arrive, decide, meet, reset
+from .events import advance, arrive, decide, meet, reset
 from .kvcache import match_runs
 from .memory import (
     OBSERVATION,
+    arrival_of,
     cell_of,
     clock_of,
     decode_allowed,
@@ -33,6 +34,7 @@ from .memory import (
     decode_of,
     decode_timer_of,
     engine_of,
+    eviction_of,
     f4_at,
     f8_at,
     flow_of,
@@ -55,6 +57,7 @@ from .splitmix import random_below
 
 LARGEST = 1e9  # of any feature in a float32 observation
 FAILED, OUT_OF_RANGE = -1, -2  # what may become of a step of a batch
+LRU = int(EvictionRule.LRU)
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 
 _OBSERVATION = numba.from_dtype(OBSERVATION)
@@ -163,7 +166,8 @@ def observe_arrival(world, parameters, observation):
     meet(world, request)
     matched = world.scratch_match
     row = 8 * world.prefills
-    match_runs(world, request, i8_at(matched), i8_at(matched + row), i8_at(matched + 2 * row))
+    local = i8_at(matched)
+    match_runs(world, request, local, i8_at(matched + row), i8_at(matched + 2 * row), i8_at(matched + 3 * row))
     observe_matched(state_of(world), parameters, input_of(world, request), observation, matched, world.scratch_forecast)
     return True
 
@@ -195,9 +199,30 @@ def choose(observation, router, router_values, admission, admission_values, memo
 
 
 @compiled
-def replay(world, parameters, observation, router, router_values, admission, admission_values, memory, decision, limit):
-    """Run a cluster for up to `limit` more requests under a policy; past the last request it drains."""
-    while limit > 0 and observe_arrival(world, parameters, observation):
+def replay(
+    world,
+    parameters,
+    observation,
+    router,
+    router_values,
+    admission,
+    admission_values,
+    memory,
+    decision,
+    limit,
+    until_s,
+):
+    """Run a cluster for up to `limit` more requests under a policy, at most up to and including time `until_s`; past
+    the last request it drains.
+    """
+    while limit > 0:
+        if until_s < np.inf:
+            request = engine_of(world).next_request
+            if request >= engine_of(world).requests or arrival_of(world, request) > until_s:
+                advance(world, parameters, until_s)
+                return
+        if not observe_arrival(world, parameters, observation):
+            return
         choose(observation, router, router_values, admission, admission_values, memory, decision)
         carry_out(world, parameters, observation, decision[0], decision[1], decision[2])
         limit -= 1
@@ -403,12 +428,12 @@ def fork(source, target, sizes):
     """Make cluster `target` a copy of cluster `source` of the same batch; only what is in use is copied.
 
     `sizes`: bytes of the records CLOCK, PREFILL, DECODE, FLIGHT, REQUEST, CELL, OUTCOME, JOB, ENGINE, PREFILL_TIMER,
-    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT.
+    DECODE_TIMER, EVICTION, RELEASE, FLOW, MEMBER, SEGMENT, USE.
     """
     clock, prefill, decode, flight, request, cell, outcome, job, engine_size, prefill_timer, decode_timer = (
         sizes[:11] // 8
     )
-    eviction, release, flow, member, segment = sizes[11:] // 4
+    eviction, release, flow, member, segment, use = sizes[11:] // 4
     a = state_of(source)
     b = state_of(target)
     engine = engine_of(source)
@@ -429,6 +454,8 @@ def fork(source, target, sizes):
     _copy8(source.references, target.references, 0, references)
     _copy4(source.run_blocks, target.run_blocks, 0, runs)
     _copy8(source.cells, target.cells, 0, cell * met * source.prefills)
+    if engine.disks != 0:
+        _copy4(source.disks, target.disks, 0, met * source.prefills)
     numbers = i4_at(source.run_blocks)
     for run in range(met):
         last_block = numbers[run + 1] if run + 1 < runs else engine.blocks
@@ -437,12 +464,21 @@ def fork(source, target, sizes):
             if state_there.cuts | state_there.ends != 0:
                 row = p * source.block_capacity
                 _copy8(source.parts, target.parts, row + numbers[run], row + last_block)
+    if engine.eviction != LRU:
+        blocks = numbers[met] if met < runs else engine.blocks
+        for p in range(source.prefills):
+            row = p * source.use_capacity
+            _copy4(source.uses, target.uses, use * row, use * (row + blocks))
+            for tier in range(TIERS):
+                row = (p * TIERS + tier) * source.use_capacity
+                _copy4(source.heaps, target.heaps, row, row + eviction_of(source, p, tier).size)
+                _copy4(source.places, target.places, row, row + blocks)
     _copy8(source.outcomes, target.outcomes, 0, outcome * engine.outcomes_met)
     _copy8(source.jobs, target.jobs, 0, job * seen)
     _copy8(source.engine, target.engine, 0, engine_size)
     _copy8(source.prefill_timers, target.prefill_timers, 0, prefill_timer * source.prefills)
     _copy8(source.decode_timers, target.decode_timers, 0, decode_timer * source.decodes)
-    _copy4(source.evictions, target.evictions, 0, eviction * 2 * source.prefills)
+    _copy4(source.evictions, target.evictions, 0, eviction * TIERS * source.prefills)
     _copy4(source.releases, target.releases, 0, release * seen)
     _copy4(source.releases, target.releases, release * requests, release * (requests + seen))
     active = i4_at(source.active)
@@ -468,7 +504,7 @@ def fork(source, target, sizes):
     slots = source.prefills + source.decodes + 1
     _copy8(source.due_s, target.due_s, 0, slots)
     _copy4(source.winners, target.winners, 0, 2 * source.leaves)
-    _copy8(source.scratch_match, target.scratch_match, 0, 3 * source.prefills)
+    _copy8(source.scratch_match, target.scratch_match, 0, 4 * source.prefills)
 
 
 @compiled

@@ -22,7 +22,7 @@ import numpy as np
 
 from envs.kernel.compile import compiled
 from envs.kernel.memory import check, i4_at, i8_at, prefetch, record_at
-from envs.state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
+from envs.state import DEVICE, HOST, PENDING, ROW_BITS
 
 from .xxh3 import next_hash, u8_at
 
@@ -181,7 +181,7 @@ def put(index, number, p, medium):
         if medium in (GPU, ROUTED) and word & bit_of(DEVICE, p) == 0:
             word |= bit_of(DEVICE, p)
             place.device += 1
-    blocks[at] = word & ~(bit_of(PENDING, p) | bit_of(TRANSIT, p))
+    blocks[at] = word & ~bit_of(PENDING, p)
     return fresh
 
 
@@ -260,7 +260,7 @@ def _can_go(index, number):
     cell = cell_of(index, number)
     if cell.followers != 0 or cell.held != 0:
         return False
-    waiting = (np.int64(_ROW) << (ROW_BITS * PENDING)) | (np.int64(_ROW) << (ROW_BITS * TRANSIT))
+    waiting = np.int64(_ROW) << (ROW_BITS * PENDING)
     found = np.int64(0)
     for w in range(index.words):
         found |= i8_at(index.blocks)[number * index.words + w] & waiting

@@ -8,7 +8,7 @@ import numpy as np
 
 from envs.kernel.compile import compiled
 from envs.kernel.memory import i8_at, prefetch, record_at
-from envs.state import HOST, PENDING, TRANSIT
+from envs.state import HOST, PENDING
 
 from .block_table import (
     AHEAD,
@@ -191,7 +191,7 @@ def settle(at, p, numbers):
         if pair.value == 0:
             _vacate_pair(index.expected, index.expected_mask, index.expected_shift, place)
             index.expected_used -= 1
-            i8_at(index.blocks)[word_of(index, number, p)] &= ~(bit_of(PENDING, p) | bit_of(TRANSIT, p))
+            i8_at(index.blocks)[word_of(index, number, p)] &= ~bit_of(PENDING, p)
         cell = cell_of(index, number)
         cell.held -= 1
         if cell.held == 0:

@@ -19,7 +19,7 @@ LEDGER = np.dtype(
         (name, "i8")
         for name in (
             *("state", "parameters", "observation"),  # headers (envs.kernel.memory)
-            *("matched", "forecast"),  # int64[3, P], float64[D, 2] of `envs.observe.observe`
+            *("matched", "forecast"),  # int64[4, P], float64[D, 2] of `envs.observe.observe`
             "index",  # header of the prefix index
             "fetching",  # int64[P]: blocks on their way to each prefill instance
             "told",  # uint8[P + D]: NICs that are told by their engines and need no reckoning

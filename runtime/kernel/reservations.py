@@ -11,9 +11,9 @@ import numpy as np
 
 from envs.kernel.compile import compiled
 from envs.kernel.latency import (
-    block_load_time,
     context_tokens,
     drain_ahead,
+    load_time,
     prefill_time,
     reuse_tokens,
     step_time,
@@ -63,6 +63,7 @@ def admit(at, hashes, known, blocks, p, d, source, holder, input_tokens, ttft_s,
     local = i8_at(ledger.matched)
     ready = i8_at(ledger.matched + 8 * state.prefills)
     device = i8_at(ledger.matched + 16 * state.prefills)
+    disk = i8_at(ledger.matched + 24 * state.prefills)
     clock = clock_of(state)
     cluster = cluster_of(parameters)
     node = prefill_node_of(parameters, p)
@@ -79,7 +80,7 @@ def admit(at, hashes, known, blocks, p, d, source, holder, input_tokens, ttft_s,
         else:
             source = LOCAL
     loaded = max(0, hit - device[p]) if source != RECOMPUTE else np.int64(0)
-    load_s = 0.0 if source == RECOMPUTE else (hit - device[p]) * block_load_time(cluster, node)
+    load_s = 0.0 if source == RECOMPUTE else load_time(cluster, node, hit - device[p], disk[p])
     predicted_s = prefill_time(cluster, node, input_tokens, hit, load_s)
     decode = decode_of(state, d)
     decode.pending_requests += 1

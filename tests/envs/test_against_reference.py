@@ -13,7 +13,12 @@ from envs.simulator import Simulator
 from envs.state import (
     CLUSTER_PARAMETERS,
     DECODE_PARAMETERS,
+    DEVICE,
+    DISK,
+    HOST,
+    PENDING,
     PREFILL_PARAMETERS,
+    ROW_BITS,
     Parameters,
     Source,
     Status,
@@ -77,6 +82,22 @@ def compare_observation(simulator: Simulator, expected: dict, where: str) -> Non
         assert close(float(tables.cluster[0, 0][name]), float(expected[name])), (where, name)
 
 
+def compare_tiers(simulator: Simulator, reference: ReferenceCluster, where: str) -> None:
+    """Which block is in which tier of which instance, and how many copies it has."""
+    numbers: dict[int, int] = {}
+    for request in reference.requests:
+        for block in request.blocks:
+            numbers.setdefault(block, len(numbers))
+    words = simulator.state(0).blocks[:, 0]  # no case has more instances than go into a word
+    copies = np.zeros(len(numbers), np.int32)
+    for p, node in enumerate(reference.prefill):
+        for row, theirs in ((HOST, node.resident), (DEVICE, node.device), (DISK, node.disk), (PENDING, node.pending)):
+            ours = set(np.flatnonzero(words >> (ROW_BITS * row + p) & 1).tolist())
+            assert ours == {numbers[block] for block in theirs}, (where, p, row)
+        copies[[numbers[block] for block in node.resident]] += 1
+    assert (simulator.replicas(0) == copies).all(), where
+
+
 def run_both(seed: int) -> None:
     cluster, prefill, decode, requests, rng = random_case(seed)
     start = requests[0].arrival_s
@@ -92,6 +113,7 @@ def run_both(seed: int) -> None:
     for i in range(len(requests)):
         assert reference.advance_to_next_arrival()
         assert simulator.observe(0)
+        compare_tiers(simulator, reference, f"seed {seed}, request {i}")
         compare_observation(simulator, reference.observe(), f"seed {seed}, request {i}")
         decision = random_decision(rng, len(prefill), len(decode))
         reference.decide(decision)

@@ -12,8 +12,12 @@ from policies import ADMISSIONS, ROUTERS, CompiledPolicy, make_policy
 from traces import builtin
 
 
-def test_same_state_same_observation_same_decision() -> None:
+@pytest.mark.parametrize("disk_kv_tokens", [0, 300_000])
+def test_same_state_same_observation_same_decision(disk_kv_tokens: int) -> None:
     cluster = load_cluster("5p3d")
+    small = {"device_kv_tokens": 40_000, "host_kv_tokens": 100_000, "disk_kv_tokens": disk_kv_tokens}
+    if disk_kv_tokens > 0:
+        cluster = cluster.model_copy(update={"prefill": (cluster.prefill[0].model_copy(update=small),)})
     trace = builtin("synthetic", seed=4, n_requests=250)
     simulator = Simulator.for_trace(cluster, trace)
     observer = Observer(cluster, blocks=trace.n_distinct_blocks, in_flight=trace.n_requests)
@@ -25,7 +29,7 @@ def test_same_state_same_observation_same_decision() -> None:
         policy.reset(1, 5)
     leader = next(policy for policy in policies if policy.name == "conductor+predictive")
     assert isinstance(leader, CompiledPolicy)
-    decided = 0
+    decided = read = 0
     while simulator.observe(0):
         for ours, theirs in zip(observer.state, simulator.state(0), strict=True):
             ours[...] = theirs
@@ -43,7 +47,9 @@ def test_same_state_same_observation_same_decision() -> None:
         else:
             simulator.decide(0, pair // 3, pair % 3, source)
         decided += 1
+        read += int(observer.match[3].sum())
     assert decided == 250
+    assert (read > 0) == (disk_kv_tokens > 0)
 
 
 def test_it_refuses_what_it_cannot_hold() -> None:

@@ -15,6 +15,7 @@ from envs.state import (
     CLUSTER_PARAMETERS,
     DECODE_PARAMETERS,
     DEVICE,
+    DISK,
     HOST,
     PREFILL_PARAMETERS,
     ROW_BITS,
@@ -32,9 +33,9 @@ CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl.gz"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="the real traces (../shared/traces) are not here")
 
 
-def residents(simulator: Simulator, row: int) -> np.ndarray:
+def residents(simulator: Simulator, row: int, cluster: int = 0) -> np.ndarray:
     """bool[blocks, P]: which block is in a row for which instance."""
-    words = simulator.state(0).blocks
+    words = simulator.state(cluster).blocks
     p = np.arange(simulator.prefills)
     return (words[:, p // ROW_BITS] >> (ROW_BITS * row + p % ROW_BITS)) & 1 != 0
 
@@ -43,13 +44,16 @@ def check_state(simulator: Simulator) -> None:
     state = simulator.batch.state
     parameters = simulator.parameter_tables
     prefill, decode = state.prefill[0], state.decode[0]
-    host, device = residents(simulator, HOST), residents(simulator, DEVICE)
+    host, device, disk = (residents(simulator, row) for row in (HOST, DEVICE, DISK))
     nodes = parameters.prefill[0]
     assert (prefill["host_used"] <= nodes["host_blocks"]).all()
     assert (prefill["device_used"] <= nodes["device_blocks"]).all()
     assert (host.sum(axis=0) <= prefill["host_used"]).all()  # places may be held for blocks in transfer
     assert (device.sum(axis=0) == prefill["device_used"]).all()
+    assert (nodes["disk_blocks"] - disk.sum(axis=0) == simulator.batch.prefill_timers["disk_free"][0]).all()
+    assert (disk.sum(axis=0) <= nodes["disk_blocks"]).all()
     assert not (device & ~host).any()
+    assert not (disk & host).any()
     assert (simulator.batch.cells["pins"][0] >= 0).all()
     for name in ("tx_used", "rx_used"):
         assert (prefill[name] <= nodes["nic_bytes_per_s"] * (1 + 1e-9)).all()
@@ -180,6 +184,53 @@ def test_replay_equals_stepping() -> None:
         while not done[1]:
             simulator.step(policy.decide(simulator.observation_tables), done, 1, 2)
         assert simulator.outcomes(0).tobytes() == simulator.outcomes(1).tobytes(), name
+
+
+def test_a_replay_can_be_stopped_to_count_replicas() -> None:
+    trace = builtin("synthetic", seed=3, n_requests=300)
+    simulator = Simulator.for_trace(load_cluster("3p2d"), trace, clusters=2)
+    simulator.parameter_tables.prefill["host_blocks"] = 150
+    simulator.parameter_tables.prefill["device_blocks"] = 60
+    policy = make_policy("conductor+predictive")
+    assert isinstance(policy, CompiledPolicy)
+    policy.reset(2, 7)
+    simulator.begin(0)
+    simulator.begin(1)
+    policy.replay(simulator, 0)
+    most = 0
+    until_s = 0.0
+    while simulator.batch.state.clock["arrived"][1, 0] < trace.n_requests:
+        policy.replay(simulator, 1, until_s=until_s)
+        clock = simulator.batch.state.clock[1, 0]
+        assert clock["now_s"] <= until_s
+        assert clock["arrived"] == (trace.arrival_s <= until_s).sum()
+        finished = simulator.outcomes(1)["finish_s"]
+        assert not (finished > until_s).any()
+        copies = simulator.replicas(1)
+        assert (copies == residents(simulator, HOST, 1).sum(axis=1)).all()
+        most = max(most, int(copies.max()))
+        until_s += 30.0
+    assert most > 1
+    policy.replay(simulator, 1)
+    assert simulator.outcomes(0).tobytes() == simulator.outcomes(1).tobytes()
+
+
+def test_an_eviction_rule_needs_room_in_the_tables() -> None:
+    trace = builtin("conversation", seed=0, n_requests=50)
+    simulator = Simulator.for_trace(load_cluster("2p2d"), trace)
+    simulator.parameter_tables.cluster["eviction"] = 1
+    simulator.begin(0)
+    with pytest.raises(RuntimeError, match="made for LRU"):
+        simulator.observe(0)
+
+
+def test_a_disk_needs_room_in_the_tables() -> None:
+    trace = builtin("conversation", seed=0, n_requests=50)
+    simulator = Simulator.for_trace(load_cluster("2p2d"), trace)
+    simulator.parameter_tables.prefill["disk_blocks"] = 10
+    simulator.begin(0)
+    with pytest.raises(RuntimeError, match="made without a disk tier"):
+        simulator.observe(0)
 
 
 def test_windows_that_do_not_fit_are_refused() -> None:

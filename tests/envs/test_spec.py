@@ -10,6 +10,7 @@ import pytest
 
 from envs.hardware import fit_decode, fit_prefill, profiles
 from envs.spec import SpecError, cluster_names, load_cluster
+from envs.state import EvictionRule
 
 PROFILES = Path(__file__).resolve().parents[2] / ".." / "shared" / "reference" / "profiles"
 NODE = "a800x8-llama2-70b"
@@ -66,6 +67,20 @@ def test_a_pipelined_group_has_what_its_nodes_have(tmp_path: Path) -> None:
     for field in ("nic_bytes_per_s", "h2d_bytes_per_s"):
         assert three[field] == 3 * one[field]
     assert (three["device_blocks"], three["host_blocks"]) == (3 * 1_300_000 // 512, 9_000_000 // 512)
+
+
+def test_a_disk_and_an_eviction_rule(tmp_path: Path) -> None:
+    plain = load_cluster("8p8d").parameters()
+    assert (plain.prefill["disk_blocks"] == 0).all()
+    assert plain.cluster["eviction"][0] == EvictionRule.LRU
+    text = VALID.replace("slo:", "eviction: length_aware\nslo:")
+    text = text.replace("host_kv_tokens", "disk_kv_tokens: 1024, host_kv_tokens")
+    parameters = load_cluster(write(tmp_path / "mine.yaml", text)).parameters()
+    assert parameters.prefill["disk_blocks"].tolist() == [2, 2, 0]
+    assert parameters.prefill["disk_bytes_per_s"].tolist() == [6e9] * 3
+    assert parameters.cluster["eviction"][0] == EvictionRule.LENGTH_AWARE
+    with pytest.raises(SpecError, match="eviction: Input should be 'lru', 'lfu' or 'length_aware', found 'mru'"):
+        load_cluster(write(tmp_path / "mine.yaml", VALID.replace("slo:", "eviction: mru\nslo:")))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from envs.state import DEVICE, HOST, PENDING, ROW_BITS, TRANSIT
+from envs.state import DEVICE, DISK, HOST, PENDING, ROW_BITS
 from runtime.block_hash import BASE, Namespace, hash_blocks
 from runtime.prefix_index import Medium, PrefixIndex
 
@@ -252,7 +252,7 @@ def check(index: PrefixIndex) -> None:
             assert host == rows[0] | rows[1] | rows[2] | rows[3]
             assert device == rows[Medium.GPU] | rows[Medium.ROUTED]
             assert not host & bits(word, PENDING, 16)
-            assert not bits(word, TRANSIT, 16)
+            assert not bits(word, DISK, 16)
             for column, row in enumerate([*rows, host, device]):
                 for p in row:
                     counts[16 * w + p, column] += 1
