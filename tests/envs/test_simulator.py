@@ -19,6 +19,7 @@ from envs.state import (
     HOST,
     PREFILL_PARAMETERS,
     ROW_BITS,
+    EvictionRule,
     Parameters,
     Status,
 )
@@ -27,6 +28,7 @@ from tests.envs.test_against_reference import as_trace, records
 from tests.random_clusters import random_case, random_decision
 from traces import Trace, builtin
 from traces import load as load_trace
+from traces.statistics import lfu_hit_rate, lru_hit_rate
 
 TRACES = Path(__file__).resolve().parents[2] / ".." / "shared" / "traces"
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl.gz"
@@ -248,6 +250,28 @@ def _with_blocks_of(trace: Trace, tokens: int) -> Trace:
 
     halves = (trace.input_tokens + 1) // 2
     return dataclasses.replace(trace, block_tokens=tokens, input_tokens=halves.astype(np.int32))
+
+
+@needs_traces
+@pytest.mark.parametrize(("eviction", "oracle"), [(EvictionRule.LRU, lru_hit_rate), (EvictionRule.LFU, lfu_hit_rate)])
+def test_one_fast_instance_hits_as_often_as_the_oracle(eviction: EvictionRule, oracle) -> None:
+    """Nearly: the oracle takes the blocks of one request one after the other, and keeps none for a request."""
+    trace = load_trace(CONVERSATION)
+    parameters = load_cluster("1p1d").parameters()
+    parameters.cluster["eviction"] = eviction
+    parameters.prefill["host_blocks"], parameters.prefill["device_blocks"] = 30_000, 0
+    for name in ("base_s", "linear_s", "quadratic_s"):
+        parameters.prefill[name] = 1e-12
+    parameters.prefill["h2d_bytes_per_s"] = 1e30
+    parameters.prefill["nic_bytes_per_s"] = parameters.decode["nic_bytes_per_s"] = 1e30
+    simulator = Simulator.for_trace(parameters, trace)
+    policy = make_policy("round_robin+none")
+    assert isinstance(policy, CompiledPolicy)
+    policy.reset(1, 0)
+    simulator.begin(0, recheck=False)
+    policy.replay(simulator)
+    hits = -(-simulator.outcomes(0)["reused_tokens"] // trace.block_tokens).sum()
+    assert hits / len(trace.block_ids) == pytest.approx(oracle(trace, 30_000), abs=0.001)
 
 
 @needs_traces
