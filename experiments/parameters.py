@@ -1,0 +1,141 @@
+"""What Mooncake's papers leave out (`parameters.yaml`), and the clusters and policies built with it."""
+
+from __future__ import annotations
+
+import re
+from importlib import resources
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
+
+from envs.hardware import profiles
+from envs.spec import ClusterSpec, CoupledSpec, Slo
+
+VLLM_FEATURES: dict[str, dict[str, Any]] = {"": {}, "-prefix": {"prefix_cache": True}, "-chunked": {}}
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class _Chosen(_Strict):
+    reason: str = Field(min_length=1)
+    fitted_on: tuple[str, ...] = ()
+
+
+class Hardware(_Chosen):
+    """A profile of `envs/hardware.yaml`: what the other parameters leave as it is."""
+
+    value: str
+
+
+class Parameter(_Chosen):
+    """A number, why it is that, and the experiments it was fitted on."""
+
+    value: PositiveFloat
+
+
+class Parameters(_Strict):
+    """Every parameter the papers leave out, chosen once for all experiments."""
+
+    hardware: Hardware
+    balancing_threshold: Parameter
+    step_request_s: Parameter
+    step_token_s: Parameter
+    join_bytes_per_s: Parameter
+    decode_kv_tokens: Parameter
+    device_kv_tokens: Parameter
+    host_kv_tokens: Parameter
+    max_batch: Parameter
+    prefill_chunk_tokens: Parameter
+    admission_threshold: Parameter
+    decode_time_s: Parameter
+    vllm_kv_tokens: Parameter
+    vllm_chunk_tokens: Parameter
+
+    @classmethod
+    def load(cls) -> Parameters:
+        """Those of `parameters.yaml`."""
+        return cls.model_validate(yaml.safe_load((resources.files(__package__) / "parameters.yaml").read_text()))
+
+    @property
+    def numbers(self) -> dict[str, Parameter]:
+        """The numbers by name."""
+        return {name: value for name, value in self if isinstance(value, Parameter)}
+
+    @property
+    def fitted_on(self) -> frozenset[str]:
+        """Experiments whose figures any parameter was fitted on."""
+        return frozenset(name for _, chosen in self for name in chosen.fitted_on)
+
+    def scaled(self, name: str, factor: float) -> Parameters:
+        """With one number multiplied."""
+        number = self.numbers[name]
+        return self.model_copy(update={name: number.model_copy(update={"value": number.value * factor})})
+
+    def mooncake(self, sizes: str, *, slo: Slo | None = None, **prefill: float) -> ClusterSpec:
+        """A Mooncake cluster.
+
+        Args:
+            sizes: `8p8d`: 8 prefill and 8 decode nodes.
+            prefill: fields of `envs.spec.PrefillPool` that the experiment sets itself, e.g. `nic_bytes_per_s`.
+        """
+        found = re.fullmatch(r"(\d+)p(\d+)d", sizes)
+        if found is None:
+            raise ValueError(f"cluster {sizes!r}; expected pool sizes like 8p8d")
+        host = round(self.host_kv_tokens.value)
+        node = self._times() | {
+            "device_kv_tokens": min(round(self.device_kv_tokens.value), host),
+            "host_kv_tokens": host,
+            "join_bytes_per_s": self.join_bytes_per_s.value,
+            "decode_kv_tokens": round(self.decode_kv_tokens.value),
+        }
+        hardware = profiles()[self.hardware.value].model_dump() | node
+        return ClusterSpec.model_validate(
+            {
+                "name": sizes,
+                "prefill": [{"count": int(found[1]), "hardware": hardware} | prefill],
+                "decode": [{"count": int(found[2]), "hardware": hardware}],
+                "slo": slo or Slo(),
+                "prior_decode_s": self.decode_time_s.value,
+            }
+        )
+
+    def vllm(self, kind: str, *, slo: Slo | None = None) -> CoupledSpec:
+        """A cluster of coupled instances.
+
+        Args:
+            kind: `16m`, `16m-prefix`, `16m-chunked`: 16 nodes, plain, with prefix cache, with chunked prefill.
+        """
+        found = re.fullmatch(r"(\d+)m(-prefix|-chunked)?", kind)
+        if found is None:
+            raise ValueError(
+                f"vLLM cluster {kind!r}; expected 16m, 16m-prefix or 16m-chunked, with any number of nodes"
+            )
+        node = self._times() | {"decode_kv_tokens": round(self.vllm_kv_tokens.value)}
+        pool: dict[str, Any] = {
+            "count": int(found[1]),
+            "hardware": profiles()[self.hardware.value].model_dump() | node,
+            "prefix_cache": found[2] == "-prefix",
+        }
+        if found[2] == "-chunked":
+            pool["chunk_tokens"] = round(self.vllm_chunk_tokens.value)
+        return CoupledSpec.model_validate({"name": f"vllm-{kind}", "coupled": [pool], "slo": slo or Slo()})
+
+    def _times(self) -> dict[str, Any]:
+        profile = profiles()[self.hardware.value]
+        decode = {"per_request_s": self.step_request_s.value, "per_token_s": self.step_token_s.value}
+        return {
+            "prefill": profile.prefill.model_dump() | {"chunk_tokens": round(self.prefill_chunk_tokens.value)},
+            "decode": profile.decode.model_dump() | decode,
+            "max_batch": round(self.max_batch.value),
+        }
+
+    def policy(self, router: str, admission: str = "none") -> str:
+        """A policy's name with the options chosen here."""
+        if router == "conductor":
+            router += f":threshold={self.balancing_threshold.value!r}"
+        if admission != "none":
+            admission += f":threshold={self.admission_threshold.value!r}"
+        return f"{router}+{admission}"
