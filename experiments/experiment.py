@@ -97,7 +97,7 @@ class Row:
             return None
         low, high = self.tolerance.bounds(math.nan if self.paper is None else self.paper)
         slack = 1e-9 * max(1.0, abs(self.ours))  # decimals of the paper are no exact binary numbers
-        return low - slack <= self.ours <= high + slack
+        return bool(low - slack <= self.ours <= high + slack)
 
 
 class Series(NamedTuple):

@@ -12,8 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 from envs.hardware import profiles
 from envs.spec import ClusterSpec, CoupledSpec, Slo
 
-VLLM_FEATURES: dict[str, dict[str, Any]] = {"": {}, "-prefix": {"prefix_cache": True}, "-chunked": {}}
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -53,6 +51,7 @@ class Parameters(_Strict):
     decode_time_s: Parameter
     vllm_kv_tokens: Parameter
     vllm_chunk_tokens: Parameter
+    arxiv_replay_speed: Parameter
 
     @classmethod
     def load(cls) -> Parameters:
@@ -74,29 +73,28 @@ class Parameters(_Strict):
         number = self.numbers[name]
         return self.model_copy(update={name: number.model_copy(update={"value": number.value * factor})})
 
-    def mooncake(self, sizes: str, *, slo: Slo | None = None, **prefill: float) -> ClusterSpec:
+    def mooncake(self, sizes: str, *, slo: Slo | None = None, **node: float) -> ClusterSpec:
         """A Mooncake cluster.
 
         Args:
             sizes: `8p8d`: 8 prefill and 8 decode nodes.
-            prefill: fields of `envs.spec.PrefillPool` that the experiment sets itself, e.g. `nic_bytes_per_s`.
+            node: fields of `envs.hardware.HardwareProfile` that the experiment sets itself, e.g. `nic_bytes_per_s`.
         """
         found = re.fullmatch(r"(\d+)p(\d+)d", sizes)
         if found is None:
             raise ValueError(f"cluster {sizes!r}; expected pool sizes like 8p8d")
         host = round(self.host_kv_tokens.value)
-        node = self._times() | {
+        hardware = self._node() | {
             "device_kv_tokens": min(round(self.device_kv_tokens.value), host),
             "host_kv_tokens": host,
             "join_bytes_per_s": self.join_bytes_per_s.value,
             "decode_kv_tokens": round(self.decode_kv_tokens.value),
         }
-        hardware = profiles()[self.hardware.value].model_dump() | node
         return ClusterSpec.model_validate(
             {
                 "name": sizes,
-                "prefill": [{"count": int(found[1]), "hardware": hardware} | prefill],
-                "decode": [{"count": int(found[2]), "hardware": hardware}],
+                "prefill": [{"count": int(found[1]), "hardware": hardware | node}],
+                "decode": [{"count": int(found[2]), "hardware": hardware | node}],
                 "slo": slo or Slo(),
                 "prior_decode_s": self.decode_time_s.value,
             }
@@ -113,24 +111,20 @@ class Parameters(_Strict):
             raise ValueError(
                 f"vLLM cluster {kind!r}; expected 16m, 16m-prefix or 16m-chunked, with any number of nodes"
             )
-        node = self._times() | {"decode_kv_tokens": round(self.vllm_kv_tokens.value)}
         pool: dict[str, Any] = {
             "count": int(found[1]),
-            "hardware": profiles()[self.hardware.value].model_dump() | node,
+            "hardware": self._node() | {"decode_kv_tokens": round(self.vllm_kv_tokens.value)},
             "prefix_cache": found[2] == "-prefix",
         }
         if found[2] == "-chunked":
             pool["chunk_tokens"] = round(self.vllm_chunk_tokens.value)
         return CoupledSpec.model_validate({"name": f"vllm-{kind}", "coupled": [pool], "slo": slo or Slo()})
 
-    def _times(self) -> dict[str, Any]:
-        profile = profiles()[self.hardware.value]
-        decode = {"per_request_s": self.step_request_s.value, "per_token_s": self.step_token_s.value}
-        return {
-            "prefill": profile.prefill.model_dump() | {"chunk_tokens": round(self.prefill_chunk_tokens.value)},
-            "decode": profile.decode.model_dump() | decode,
-            "max_batch": round(self.max_batch.value),
-        }
+    def _node(self) -> dict[str, Any]:
+        node = profiles()[self.hardware.value].model_dump()
+        node["prefill"]["chunk_tokens"] = round(self.prefill_chunk_tokens.value)
+        node["decode"] |= {"per_request_s": self.step_request_s.value, "per_token_s": self.step_token_s.value}
+        return node | {"max_batch": round(self.max_batch.value)}
 
     def policy(self, router: str, admission: str = "none") -> str:
         """A policy's name with the options chosen here."""

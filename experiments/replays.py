@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from envs.coupled import CoupledSimulator
@@ -43,6 +45,28 @@ def replay_of(simulator: Simulator, trace: Trace) -> Replay:
     return Replay(outcomes["arrival_s"], trace.input_tokens, trace.output_tokens, outcomes, block_tokens)
 
 
-def mean(values: np.ndarray) -> float:
-    """Mean of those that are there: times of requests that never got so far are NaN."""
-    return float(np.nanmean(values))
+def alone(cluster: ClusterSpec, input_tokens: int, output_tokens: int, cached_share: float = 0.0) -> Any:
+    """The `OUTCOME` of a single request, a share of whose prompt an earlier one left in the cache (whole blocks)."""
+    size = cluster.block_tokens
+    prefix = int(cached_share * input_tokens) // size
+    blocks = -(-input_tokens // size)
+    rest = np.arange(prefix, blocks)
+    trace = Trace(
+        arrival_s=np.array([0.0, 1000.0]),
+        input_tokens=np.array([input_tokens] * 2, np.int32),
+        output_tokens=np.array([output_tokens] * 2, np.int32),
+        block_offsets=np.array([0, blocks, 2 * blocks]),
+        block_ids=np.concatenate([np.arange(blocks), np.arange(prefix), rest + len(rest)]).astype(np.int32),
+        block_tokens=size,
+    )
+    return replay(cluster, trace, "cache_aware+none").outcomes[1]
+
+
+def prefill_seconds(replays: Replay) -> float:
+    """Mean seconds of prefill of a request."""
+    return float(np.nanmean(replays.outcomes["prefill_s"]))
+
+
+def hit_rate(replays: Replay) -> float:
+    """Reused tokens over prompt tokens."""
+    return float(replays.outcomes["reused_tokens"].sum() / replays.input_tokens.sum(dtype=np.int64))
