@@ -163,7 +163,7 @@ def command(arguments: argparse.Namespace) -> int:
     outcomes = runs(wanted, setting, "experiments")
     flips: list[Flip] | None = sensitivity(outcomes, setting, runs) if arguments.sensitivity else None
     if arguments.write:
-        print(page.write(outcomes, setting.parameters, flips), file=sys.stderr)
+        print(page.write(outcomes, setting.parameters, flips, page.DOCS), file=sys.stderr)
     rows = report.as_json(outcomes, setting.parameters)
     if arguments.json == "-":
         print(rows)

@@ -35,7 +35,8 @@ def run(setting: Setting) -> Result:
             for i, rank in enumerate(ranks)
         ]
         series = [Series(f"{rank}th", times, copies[:, i].tolist()) for i, rank in enumerate(ranks)]
-        panels.append(Panel(f"{name}, {nodes}p{nodes}d", "s", "copies", series))
+        series += [Series(f"{rank}th", times[-1:], [most[str(rank)]], of_paper=True) for rank in ranks]
+        panels.append(Panel(f"{name}, {nodes}p{nodes}d; at the end the paper's most", "s", "copies", series))
     return Result(rows, panels)
 
 

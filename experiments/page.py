@@ -27,7 +27,7 @@ parameter was fitted on its figure, else *predicted*. In pictures, lines and bar
 """
 
 
-def write(outcomes: Sequence[Outcome], parameters: Parameters, flips: Sequence[Flip] | None, docs: Path = DOCS) -> Path:
+def write(outcomes: Sequence[Outcome], parameters: Parameters, flips: Sequence[Flip] | None, docs: Path) -> Path:
     """Write the page and its pictures into a folder; returns the page. Pictures of no experiment are removed."""
     pictures = docs / "reproduction"
     pictures.mkdir(parents=True, exist_ok=True)

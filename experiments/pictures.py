@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from typing import Any
 
 from .experiment import Panel, Result, Series
@@ -21,7 +22,7 @@ def draw(result: Result) -> bytes:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    across = min(len(result.panels), PANELS_IN_A_ROW)
+    across = 2 if len(result.panels) == 4 else min(len(result.panels), PANELS_IN_A_ROW)
     down = -(-len(result.panels) // across)
     width, height = PANEL_INCHES
     figure, grid = pyplot.subplots(down, across, figsize=(width * across, height * down), squeeze=False)
@@ -50,13 +51,26 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     axes.set_ylabel(panel.y)
     if panel.log_x:
         axes.set_xscale("log")
+        _plain_ticks(axes.xaxis, axes.get_xlim())
     if panel.log_y:
         axes.set_yscale("log")
-    else:
-        axes.set_ylim(bottom=min(0.0, axes.get_ylim()[0]))
+        _plain_ticks(axes.yaxis, axes.get_ylim())
+    elif all(value is None or value >= 0 for series in panel.series for value in series.y):
+        axes.set_ylim(bottom=0.0)
     axes.grid(alpha=0.3, axis="y" if bars else "both")
     axes.spines[["top", "right"]].set_visible(False)
     _legend(axes, panel, names)
+
+
+def _plain_ticks(axis: Any, limits: tuple[float, float]) -> None:
+    """Numbers, not powers, on a logarithmic axis over few decades; more of them the fewer there are."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    decades = math.log10(limits[1] / limits[0])
+    axis.set_minor_formatter(NullFormatter())
+    if decades < 4:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
 def _has_words(series: Series) -> bool:
@@ -81,18 +95,14 @@ def _draw_bars(axes: Any, series: Series, colour: str, bars: list[Series]) -> No
         axes.plot(x, y, "o", ms=5, mfc="white", mec="black", mew=1.4, zorder=3)
     else:
         axes.bar(x, y, 0.92 * width, color=colour)
-        axes.set_xticks(range(len(words)), words)
+        axes.set_xticks(range(len(words)), [word.replace("_", "\n") for word in words], fontsize=8)
 
 
 def _legend(axes: Any, panel: Panel, names: list[str]) -> None:
     from matplotlib.lines import Line2D
 
-    handles = [
-        Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=3, label=name)
-        for i, name in enumerate(names)
-        if len(names) > 1
-    ]
+    handles = [Line2D([], [], color=COLOURS[i % len(COLOURS)], lw=3, label=name) for i, name in enumerate(names)]
     if any(series.of_paper for series in panel.series):
         handles.append(Line2D([], [], ls="", marker="o", ms=5, mfc="white", mec="black", label="paper"))
-    if handles:
+    if len(handles) > 1:
         axes.legend(handles=handles, fontsize=7, framealpha=0.8)
