@@ -35,6 +35,7 @@ CLUSTER: dict[str, Any] = {
     "decode_recheck": False,
     "prior_output_tokens": 100.0,
     "prior_decode_s": 10.0,
+    "decode_time_s": 0.0,
     "rate_horizon_s": 10.0,
 }
 PREFILL: dict[str, Any] = {
