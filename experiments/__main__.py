@@ -125,7 +125,8 @@ def progress(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
 def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int) -> list[Outcome]:
     """Run experiments in threads, which the compiled replays leave the interpreter to; in order."""
     outcomes: dict[str, Outcome] = {}
-    with progress(what, len(wanted)) as tell, ThreadPoolExecutor(jobs) as threads:
+    threads = ThreadPoolExecutor(jobs)
+    with progress(what, len(wanted)) as tell:
 
         def go(experiment: Experiment) -> Outcome:
             return run(experiment, replace(setting, say=lambda text: tell(f"{experiment.name}: {text}", False)))
@@ -136,9 +137,8 @@ def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int
                 outcome = future.result()
                 outcomes[outcome.experiment.name] = outcome
                 tell(f"{outcome.experiment.name} ({outcome.seconds:.1f} s)", True)
-        except BaseException:
-            threads.shutdown(wait=False, cancel_futures=True)
-            raise
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # what went wrong is told at once
     return [outcomes[experiment.name] for experiment in wanted]
 
 

@@ -86,10 +86,10 @@ def _draw_line(axes: Any, series: Series, colour: str) -> None:
 
 
 def _draw_bars(axes: Any, series: Series, colour: str, bars: list[Series]) -> None:
-    words = list(bars[0].x)
+    words = [str(word) for word in bars[0].x]
     place = [other.name for other in bars].index(series.name)
     width = 0.8 / len(bars)
-    x = [words.index(word) + (place - (len(bars) - 1) / 2) * width for word in series.x]
+    x = [words.index(str(word)) + (place - (len(bars) - 1) / 2) * width for word in series.x]
     y = [float("nan") if value is None else value for value in series.y]
     if series.of_paper:
         axes.plot(x, y, "o", ms=5, mfc="white", mec="black", mew=1.4, zorder=3)
