@@ -145,8 +145,8 @@ def test_clusters_are_the_papers_nodes_with_the_parameters() -> None:
     parameters = Parameters.load()
     ours, builtin_one = parameters.mooncake("3p2d"), load_cluster("3p2d")
     assert (ours.n_prefill, ours.n_decode, ours.name) == (3, 2, "3p2d")
-    names = {"step_base_s", "nic_bytes_per_s"}
-    assert (ours.parameters().decode[list(names)] == builtin_one.parameters().decode[list(names)]).all()
+    as_they_are = ["base_s", "linear_s", "quadratic_s", "h2d_bytes_per_s", "nic_bytes_per_s"]
+    assert (ours.parameters().prefill[as_they_are] == builtin_one.parameters().prefill[as_they_are]).all()
     decode = ours.parameters().decode[0]
     assert decode["step_request_s"] == parameters.step_request_s.value
     assert decode["step_token_s"] == parameters.step_token_s.value
@@ -158,7 +158,7 @@ def test_clusters_are_the_papers_nodes_with_the_parameters() -> None:
         ours_coupled, theirs = parameters.vllm(kind), load_coupled(f"vllm-{kind}")
         assert ours_coupled.n_instances == theirs.n_instances
         nodes = ours_coupled.parameters()[1]
-        assert (nodes[["prefix_cache", "base_s"]] == theirs.parameters()[1][["prefix_cache", "base_s"]]).all()
+        assert (nodes[["base_s", "prefix_cache"]] == theirs.parameters()[1][["base_s", "prefix_cache"]]).all()
         assert (nodes["chunk_tokens"] == (parameters.vllm_chunk_tokens.value if "chunked" in kind else 0)).all()
     for wrong in ("8", "p8d8", "8p8d8"):
         with pytest.raises(ValueError, match="8p8d"):
