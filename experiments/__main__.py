@@ -62,7 +62,11 @@ def parser() -> argparse.ArgumentParser:
     add("--list", action="store_true", help="list the experiments and end")
     add("--json", metavar="FILE|-", help="write the rows as JSON; -: to stdout, and nothing else there")
     add("--write", action="store_true", help="with --all: write docs/reproduction.md and its pictures")
-    add("--sensitivity", action="store_true", help="again with each unpublished parameter halved and doubled: long")
+    add(
+        "--sensitivity",
+        action="store_true",
+        help="then again, on quick inputs, with each unpublished parameter halved and doubled: takes half an hour",
+    )
     add(
         "--traces", metavar="DIR", type=Path, help="folder with the released traces (default: data, where downloads go)"
     )
@@ -161,7 +165,7 @@ def command(arguments: argparse.Namespace) -> int:
         return run_all(these, under, what, arguments.jobs)
 
     outcomes = runs(wanted, setting, "experiments")
-    flips: list[Flip] | None = sensitivity(outcomes, setting, runs) if arguments.sensitivity else None
+    flips: list[Flip] | None = sensitivity(wanted, setting, runs) if arguments.sensitivity else None
     if arguments.write:
         print(page.write(outcomes, setting.parameters, flips, page.DOCS), file=sys.stderr)
     rows = report.as_json(outcomes, setting.parameters)

@@ -19,7 +19,7 @@ Every table and figure of Mooncake's papers that the simulator can be held to: o
 [2407.00079](https://arxiv.org/abs/2407.00079), *FAST* the FAST'25 paper. Written by
 
 ```console
-$ python -m experiments --all --write
+$ python -m experiments --all --write --sensitivity --traces data
 ```
 
 A row *holds* where ours lies within the tolerance; rows without one are context. A row is *fitted* where a
@@ -33,7 +33,7 @@ def write(outcomes: Sequence[Outcome], parameters: Parameters, flips: Sequence[F
     pictures.mkdir(parents=True, exist_ok=True)
     for old in pictures.glob("*.png"):
         old.unlink()
-    parts = [INTRODUCTION, _overview(outcomes), _parameters(parameters)]
+    parts = [INTRODUCTION, _overview(outcomes), _failures(outcomes, parameters), _parameters(parameters)]
     if flips is not None:
         parts.append(_sensitivity(flips))
     for outcome in outcomes:
@@ -64,6 +64,20 @@ def _overview(outcomes: Sequence[Outcome]) -> str:
     return f"{table}\n{summary(outcomes)}.\n"
 
 
+def _failures(outcomes: Sequence[Outcome], parameters: Parameters) -> str:
+    rows = [
+        (f"[{outcome.experiment.name}](#{outcome.experiment.name})", *cells(row, _fitted(outcome, parameters)))
+        for outcome in outcomes
+        for row in outcome.result.rows
+        if row.holds is False
+    ]
+    return "## What does not hold\n\nThe sections of the experiments say why.\n\n" + _table(("", *HEADINGS), rows)
+
+
+def _fitted(outcome: Outcome, parameters: Parameters) -> bool:
+    return outcome.experiment.name in parameters.fitted_on
+
+
 def _parameters(parameters: Parameters) -> str:
     rows = [
         (
@@ -92,11 +106,18 @@ def _sensitivity(flips: Sequence[Flip]) -> str:
 
 def _section(outcome: Outcome, parameters: Parameters) -> str:
     experiment = outcome.experiment
-    fitted = experiment.name in parameters.fitted_on
     parts = [f"## {experiment.name}\n\n**{experiment.title}**\n\n{experiment.text}\n"]
     if outcome.result.panels:
         parts.append(f"![{experiment.title}](reproduction/{experiment.name}.png)\n")
-    parts.append(_table(HEADINGS, [cells(row, fitted) for row in outcome.result.rows]))
+    fitted = _fitted(outcome, parameters)
+    judged = [cells(row, fitted) for row in outcome.result.rows if row.holds is not None]
+    context = [cells(row, fitted) for row in outcome.result.rows if row.holds is None]
+    if judged:
+        parts.append(_table(HEADINGS, judged))
+    if context:
+        parts.append(
+            f"<details><summary>{len(context)} rows of context</summary>\n\n{_table(HEADINGS, context)}\n</details>\n"
+        )
     if outcome.origins:
         parts.append(f"Traces: {origins(outcome)}.\n")
     parts += [f"{remark}\n" for remark in outcome.result.remarks]

@@ -69,7 +69,7 @@ def _plain_ticks(axis: Any, limits: tuple[float, float]) -> None:
     decades = math.log10(limits[1] / limits[0])
     axis.set_minor_formatter(NullFormatter())
     if decades < 4:
-        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 2.5 else (1.0,)))
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if decades < 1.6 else (1.0,)))
         axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
@@ -80,7 +80,7 @@ def _has_words(series: Series) -> bool:
 def _draw_line(axes: Any, series: Series, colour: str) -> None:
     y = [float("nan") if value is None else value for value in series.y]
     if series.of_paper:
-        axes.plot(series.x, y, "o", ms=5, mfc="white", mec=colour, mew=1.4, zorder=3)
+        axes.plot(series.x, y, "o", ms=5, mfc="white", mec=colour, mew=1.4, zorder=3, clip_on=False)
     else:
         axes.plot(series.x, y, "-", color=colour, lw=1.8)
 

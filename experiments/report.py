@@ -51,11 +51,8 @@ def verdicts(outcomes: Iterable[Outcome]) -> dict[bool | None, int]:
 def summary(outcomes: Sequence[Outcome]) -> str:
     """One line."""
     counts = verdicts(outcomes)
-    seconds = sum(outcome.seconds for outcome in outcomes)
-    return (
-        f"{len(outcomes)} experiments, {seconds:.1f} s of work: {counts[True]} rows hold, {counts[False]} do not, "
-        f"{counts[None]} are context"
-    )
+    held = f"{counts[True]} rows hold, {counts[False]} do not hold, {counts[None]} are context"
+    return f"{len(outcomes)} experiments: {held}"
 
 
 def origins(outcome: Outcome) -> str:

@@ -1,4 +1,7 @@
-"""Which verdicts rest on a number the papers leave out: each is halved and doubled, and everything run again."""
+"""Which verdicts rest on a number the papers leave out: each is halved and doubled, and everything run again.
+
+On quick inputs, as everything runs some thirty times.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +27,14 @@ class Flip(NamedTuple):
     change: str
 
 
-def sensitivity(base: Sequence[Outcome], setting: Setting, run: Runs) -> list[Flip]:
-    """Run the experiments of `base` with each parameter halved and doubled; what changed its verdict."""
-    chosen = [outcome.experiment for outcome in base]
-    before = {(outcome.experiment.name, row.quantity): row.holds for outcome in base for row in outcome.result.rows}
+def sensitivity(chosen: Sequence[Experiment], setting: Setting, run: Runs) -> list[Flip]:
+    """Run experiments with each parameter halved and doubled; what changed its verdict."""
+    setting = replace(setting, quick=True)
+    before = {
+        (outcome.experiment.name, row.quantity): row.holds
+        for outcome in run(chosen, setting, "as it is")
+        for row in outcome.result.rows
+    }
     flips = []
     for name in setting.parameters.numbers:
         for factor in FACTORS:

@@ -99,7 +99,7 @@ def test_tables_remarks_and_summary(cli: Run, tmp_path: Path) -> None:
     ]
     assert "12,346" in out
     assert "A remark [with brackets]." in out
-    assert out.splitlines()[-1].endswith("2 rows hold, 1 do not, 1 are context")
+    assert out.splitlines()[-1].endswith("2 rows hold, 1 do not hold, 1 are context")
     assert len(json.loads((tmp_path / "rows.json").read_text())["rows"]) == 4
 
 

@@ -219,17 +219,18 @@ def test_sensitivity_tells_the_verdicts_that_change() -> None:
 
     def runs(these: Any, setting: Setting, what: str) -> list[Outcome]:
         asked.append(what)
+        assert setting.quick
         return [framework.run(one, setting) for one in these]
 
     setting = Setting()
-    flips = sensitivity([framework.run(it, setting)], setting, runs)
-    assert len(asked) == len(FACTORS) * len(setting.parameters.numbers)
+    flips = sensitivity([it], setting, runs)
+    assert len(asked) == 1 + len(FACTORS) * len(setting.parameters.numbers)
     assert [(f.parameter, f.factor, f.quantity, f.change) for f in flips] == [
         ("balancing_threshold", 0.5, "theta", "holds no more"),
         ("balancing_threshold", 2.0, "theta", "holds no more"),
     ]
     wrong = replace(setting, parameters=setting.parameters.scaled("balancing_threshold", 2))
-    back = sensitivity([framework.run(it, wrong)], wrong, runs)
+    back = sensitivity([it], wrong, runs)
     assert [(f.parameter, f.factor, f.change) for f in back] == [("balancing_threshold", 0.5, "holds then")]
 
 
