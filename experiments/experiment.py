@@ -138,6 +138,10 @@ DOWNLOADED = Path("data")
 """Where `python -m traces download` puts files unless told otherwise."""
 
 
+SPREAD_SEED = 0
+"""Of where in its tick a request comes."""
+
+
 class _Loaded(NamedTuple):
     trace: Trace
     origin: str
@@ -152,14 +156,19 @@ class TraceShelf:
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = DOWNLOADED if folder is None else folder
-        self._loaded: dict[str, _Loaded] = {}
-        self._lock = threading.Lock()
+        self._loaded: dict[tuple[str, bool], _Loaded] = {}
+        self._lock = threading.RLock()
 
-    def take(self, name: str) -> _Loaded:
+    def take(self, name: str, *, spread: bool = False) -> _Loaded:
+        """A trace; `spread`: with requests that share a timestamp spread until the next."""
         with self._lock:
-            if name not in self._loaded:
-                self._loaded[name] = self._load(name)
-            return self._loaded[name]
+            if (name, spread) not in self._loaded:
+                if spread:
+                    recorded = self.take(name)
+                    self._loaded[name, spread] = recorded._replace(trace=recorded.trace.jitter(SPREAD_SEED))
+                else:
+                    self._loaded[name, spread] = self._load(name)
+            return self._loaded[name, spread]
 
     def _load(self, name: str) -> _Loaded:
         for pattern in FILES:
@@ -191,7 +200,7 @@ class Setting:
         Raises:
             TraceError: no such trace, or its file cannot be read.
         """
-        loaded = self.shelf.take(name)
+        loaded = self.shelf.take(name, spread=self.parameters.arrivals.value == "spread")
         self.origins[name] = loaded.origin
         return loaded.trace
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from importlib import resources
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
@@ -28,6 +28,12 @@ class Hardware(_Chosen):
     value: str
 
 
+class Arrivals(_Chosen):
+    """When requests come that share a timestamp in a released trace: at it, or spread until the next."""
+
+    value: Literal["recorded", "spread"]
+
+
 class Parameter(_Chosen):
     """A number, why it is that, and the experiments it was fitted on."""
 
@@ -38,7 +44,9 @@ class Parameters(_Strict):
     """Every parameter the papers leave out, chosen once for all experiments."""
 
     hardware: Hardware
+    arrivals: Arrivals
     balancing_threshold: Parameter
+    step_base_s: Parameter
     step_request_s: Parameter
     step_token_s: Parameter
     join_bytes_per_s: Parameter
@@ -52,6 +60,7 @@ class Parameters(_Strict):
     vllm_kv_tokens: Parameter
     vllm_chunk_tokens: Parameter
     arxiv_replay_speed: Parameter
+    requests_per_rate: Parameter
 
     @classmethod
     def load(cls) -> Parameters:
@@ -96,15 +105,16 @@ class Parameters(_Strict):
                 "prefill": [{"count": int(found[1]), "hardware": hardware | node}],
                 "decode": [{"count": int(found[2]), "hardware": hardware | node}],
                 "slo": slo or Slo(),
-                "prior_decode_s": self.decode_time_s.value,
+                "decode_time_s": self.decode_time_s.value,
             }
         )
 
-    def vllm(self, kind: str, *, slo: Slo | None = None) -> CoupledSpec:
+    def vllm(self, kind: str, *, slo: Slo | None = None, **node: float) -> CoupledSpec:
         """A cluster of coupled instances.
 
         Args:
             kind: `16m`, `16m-prefix`, `16m-chunked`: 16 nodes, plain, with prefix cache, with chunked prefill.
+            node: as in `mooncake`.
         """
         found = re.fullmatch(r"(\d+)m(-prefix|-chunked)?", kind)
         if found is None:
@@ -113,7 +123,7 @@ class Parameters(_Strict):
             )
         pool: dict[str, Any] = {
             "count": int(found[1]),
-            "hardware": self._node() | {"decode_kv_tokens": round(self.vllm_kv_tokens.value)},
+            "hardware": self._node() | {"decode_kv_tokens": round(self.vllm_kv_tokens.value)} | node,
             "prefix_cache": found[2] == "-prefix",
         }
         if found[2] == "-chunked":
@@ -123,13 +133,17 @@ class Parameters(_Strict):
     def _node(self) -> dict[str, Any]:
         node = profiles()[self.hardware.value].model_dump()
         node["prefill"]["chunk_tokens"] = round(self.prefill_chunk_tokens.value)
-        node["decode"] |= {"per_request_s": self.step_request_s.value, "per_token_s": self.step_token_s.value}
+        node["decode"] = {
+            "base_s": self.step_base_s.value,
+            "per_request_s": self.step_request_s.value,
+            "per_token_s": self.step_token_s.value,
+        }
         return node | {"max_batch": round(self.max_batch.value)}
 
     def policy(self, router: str, admission: str = "none") -> str:
-        """A policy's name with the options chosen here."""
+        """A policy's name with the options chosen here. Algorithm 1's own admission (`slo`) is as printed."""
         if router == "conductor":
             router += f":threshold={self.balancing_threshold.value!r}"
-        if admission != "none":
+        if admission not in ("none", "slo"):
             admission += f":threshold={self.admission_threshold.value!r}"
         return f"{router}+{admission}"

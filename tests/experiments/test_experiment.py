@@ -28,7 +28,7 @@ from experiments.experiment import (
     experiments,
     paper,
 )
-from experiments.parameters import Parameters
+from experiments.parameters import Arrivals, Parameters
 from experiments.replays import alone, hit_rate, replay
 from experiments.sensitivity import FACTORS, sensitivity
 from traces import TraceError, builtin, save
@@ -106,6 +106,18 @@ def test_traces_come_from_the_folder_or_a_stand_in_and_the_origin_is_told(tmp_pa
     }
     with pytest.raises(TraceError, match="nosuch"):
         setting.trace("nosuch")
+
+
+def test_requests_of_one_tick_come_as_the_parameters_say() -> None:
+    parameters = Parameters.load()
+    recorded = Setting(parameters.model_copy(update={"arrivals": Arrivals(value="recorded", reason="x")}))
+    spread = Setting(parameters, shelf=recorded.shelf)
+    assert parameters.arrivals.value == "spread"
+    on_ticks, between = (setting.trace("conversation").arrival_s for setting in (recorded, spread))
+    assert len(np.unique(on_ticks)) < len(on_ticks) / 2
+    assert len(np.unique(between)) == len(between)
+    assert 0 <= (between - on_ticks).min() <= (between - on_ticks).max() < 7
+    assert recorded.origins == spread.origins
 
 
 def test_origins_are_those_of_the_experiment_that_ran() -> None:
