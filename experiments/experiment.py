@@ -194,13 +194,16 @@ class Setting:
     origins: dict[str, str] = field(default_factory=dict)
     """Where the traces that were asked for came from."""
 
-    def trace(self, name: str) -> Trace:
+    def trace(self, name: str, *, recorded: bool = False) -> Trace:
         """A trace Mooncake released (`conversation`, `toolagent`, `synthetic`), or a stand-in.
+
+        Args:
+            recorded: with its timestamps as they are, whatever the parameters say of `arrivals`.
 
         Raises:
             TraceError: no such trace, or its file cannot be read.
         """
-        loaded = self.shelf.take(name, spread=self.parameters.arrivals.value == "spread")
+        loaded = self.shelf.take(name, spread=not recorded and self.parameters.arrivals.value == "spread")
         self.origins[name] = loaded.origin
         return loaded.trace
 

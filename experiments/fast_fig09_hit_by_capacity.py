@@ -21,8 +21,8 @@ FINER_BLOCKS = Within(0.045)
 def run(setting: Setting) -> Result:
     numbers = paper("fast_fig09")
     tokens = numbers["cap"]
-    ours = {name: _curve(setting.trace(name), tokens) for name in NAMES}
-    ours["all"] = _curve(merge([setting.trace(name) for name in NAMES]), tokens)
+    ours = {name: _curve(setting.trace(name, recorded=True), tokens) for name in NAMES}
+    ours["all"] = _curve(merge([setting.trace(name, recorded=True) for name in NAMES]), tokens)
     rows = [
         Row(f"{name}, {size:.0e} tokens".replace("e+0", "e"), rate, theirs, FINER_BLOCKS)
         for name, rates in ours.items()

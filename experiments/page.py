@@ -96,11 +96,11 @@ def _parameters(parameters: Parameters) -> str:
 
 
 def _sensitivity(flips: Sequence[Flip]) -> str:
-    rows = [(f"`{f.parameter}`", f"{f.factor:g}", f.experiment, f.quantity, f.change) for f in flips]
+    rows = [(f"`{f.parameter}`", f.value, f.experiment, f.quantity, f.change) for f in flips]
     return (
-        "## Sensitivity\n\nVerdicts that change when a parameter is halved or doubled "
-        "(`python -m experiments --all --sensitivity`).\n\n"
-        + (_table(("parameter", "times", "experiment", "quantity", "verdict"), rows) if rows else "None.\n")
+        "## Sensitivity\n\nVerdicts that change when one parameter is halved or doubled, or chosen "
+        "otherwise; on quick inputs.\n\n"
+        + (_table(("parameter", "is then", "experiment", "quantity", "verdict"), rows) if rows else "None.\n")
     )
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat
 
 from envs.hardware import profiles
 from envs.spec import ClusterSpec, CoupledSpec, Slo
+
+ArrivalsKind = Literal["recorded", "spread"]
+ARRIVALS: tuple[ArrivalsKind, ...] = get_args(ArrivalsKind)
+FACTORS = (0.5, 2.0)
+"""What each number is multiplied by for `variations`."""
 
 
 class _Strict(BaseModel):
@@ -31,7 +37,7 @@ class Hardware(_Chosen):
 class Arrivals(_Chosen):
     """When requests come that share a timestamp in a released trace: at it, or spread until the next."""
 
-    value: Literal["recorded", "spread"]
+    value: ArrivalsKind
 
 
 class Parameter(_Chosen):
@@ -81,6 +87,14 @@ class Parameters(_Strict):
         """With one number multiplied."""
         number = self.numbers[name]
         return self.model_copy(update={name: number.model_copy(update={"value": number.value * factor})})
+
+    def variations(self) -> Iterator[tuple[str, str, Parameters]]:
+        """Parameters of which one differs: its name, how it does, and all of them; numbers are halved and doubled."""
+        for name in self.numbers:
+            for factor in FACTORS:
+                yield name, f"x {factor:g}", self.scaled(name, factor)
+        (other,) = set(ARRIVALS) - {self.arrivals.value}
+        yield "arrivals", other, self.model_copy(update={"arrivals": self.arrivals.model_copy(update={"value": other})})
 
     def mooncake(self, sizes: str, *, slo: Slo | None = None, **node: float) -> ClusterSpec:
         """A Mooncake cluster.

@@ -90,9 +90,9 @@ def print_tables(outcomes: Sequence[Outcome], parameters: Parameters) -> None:
 
 def print_flips(flips: Sequence[Flip]) -> None:
     """The sensitivity table on stdout."""
-    print("\nverdicts that change when a parameter that the papers leave out is halved or doubled:")
+    print("\nverdicts that change when a parameter that the papers leave out is another:")
     for flip in flips:
-        print(f"  {flip.parameter} x {flip.factor:g}: {flip.experiment}: {flip.quantity}: {flip.change}")
+        print(f"  {flip.parameter} {flip.value}: {flip.experiment}: {flip.quantity}: {flip.change}")
     if not flips:
         print("  none")
 

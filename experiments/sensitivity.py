@@ -1,6 +1,6 @@
-"""Which verdicts rest on a number the papers leave out: each is halved and doubled, and everything run again.
+"""Which verdicts rest on what the papers leave out: each number is halved and doubled, and everything run again.
 
-On quick inputs, as everything runs some thirty times.
+On quick inputs, as everything runs some forty times.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ from typing import NamedTuple
 
 from .experiment import Experiment, Outcome, Setting
 
-FACTORS = (0.5, 2.0)
-
 Runs = Callable[[Sequence[Experiment], Setting, str], list[Outcome]]
 """Runs experiments; the text says what for."""
 
@@ -21,14 +19,14 @@ class Flip(NamedTuple):
     """A verdict that changed."""
 
     parameter: str
-    factor: float
+    value: str
     experiment: str
     quantity: str
     change: str
 
 
 def sensitivity(chosen: Sequence[Experiment], setting: Setting, run: Runs) -> list[Flip]:
-    """Run experiments with each parameter halved and doubled; what changed its verdict."""
+    """Run experiments with each of `Parameters.variations`; what changed its verdict."""
     setting = replace(setting, quick=True)
     before = {
         (outcome.experiment.name, row.quantity): row.holds
@@ -36,13 +34,11 @@ def sensitivity(chosen: Sequence[Experiment], setting: Setting, run: Runs) -> li
         for row in outcome.result.rows
     }
     flips = []
-    for name in setting.parameters.numbers:
-        for factor in FACTORS:
-            changed = replace(setting, parameters=setting.parameters.scaled(name, factor))
-            for outcome in run(chosen, changed, f"{name} x {factor:g}"):
-                for row in outcome.result.rows:
-                    held = before.get((outcome.experiment.name, row.quantity))
-                    if held is not None and row.holds is not None and row.holds != held:
-                        change = "holds no more" if held else "holds then"
-                        flips.append(Flip(name, factor, outcome.experiment.name, row.quantity, change))
+    for name, value, parameters in setting.parameters.variations():
+        for outcome in run(chosen, replace(setting, parameters=parameters), f"{name} {value}"):
+            for row in outcome.result.rows:
+                held = before.get((outcome.experiment.name, row.quantity))
+                if held is not None and row.holds is not None and row.holds != held:
+                    change = "holds no more" if held else "holds then"
+                    flips.append(Flip(name, value, outcome.experiment.name, row.quantity, change))
     return flips

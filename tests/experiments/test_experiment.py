@@ -30,7 +30,7 @@ from experiments.experiment import (
 )
 from experiments.parameters import Arrivals, Parameters
 from experiments.replays import alone, hit_rate, replay
-from experiments.sensitivity import FACTORS, sensitivity
+from experiments.sensitivity import sensitivity
 from traces import TraceError, builtin, save
 
 FIGURES = {  # of paper.yaml: their names in the file the numbers were read into
@@ -223,9 +223,13 @@ def test_hit_rate_is_reused_over_prompt_tokens() -> None:
 def test_sensitivity_tells_the_verdicts_that_change() -> None:
     def go(setting: Setting) -> Result:
         theta = setting.parameters.balancing_threshold.value
-        return Result(
-            [Row("theta", theta, 1.5, Within(0.1)), Row("theta too", theta, 1.5), Row("other", 1, 1, Within())]
-        )
+        spread = setting.parameters.arrivals.value == "spread"
+        judged = [
+            Row("theta", theta, 1.5, Within(0.1)),
+            Row("bursts", spread, 0, Within()),
+            Row("other", 1, 1, Within()),
+        ]
+        return Result([*judged, Row("theta too", theta, 1.5)])
 
     it = Experiment("it", "", "", go)
     asked: list[str] = []
@@ -237,14 +241,15 @@ def test_sensitivity_tells_the_verdicts_that_change() -> None:
 
     setting = Setting()
     flips = sensitivity([it], setting, runs)
-    assert len(asked) == 1 + len(FACTORS) * len(setting.parameters.numbers)
-    assert [(f.parameter, f.factor, f.quantity, f.change) for f in flips] == [
-        ("balancing_threshold", 0.5, "theta", "holds no more"),
-        ("balancing_threshold", 2.0, "theta", "holds no more"),
+    assert len(asked) == 1 + 2 * len(setting.parameters.numbers) + 1
+    assert [(f.parameter, f.value, f.quantity, f.change) for f in flips] == [
+        ("balancing_threshold", "x 0.5", "theta", "holds no more"),
+        ("balancing_threshold", "x 2", "theta", "holds no more"),
+        ("arrivals", "recorded", "bursts", "holds then"),
     ]
     wrong = replace(setting, parameters=setting.parameters.scaled("balancing_threshold", 2))
     back = sensitivity([it], wrong, runs)
-    assert [(f.parameter, f.factor, f.change) for f in back] == [("balancing_threshold", 0.5, "holds then")]
+    assert (back[0].parameter, back[0].value, back[0].change) == ("balancing_threshold", "x 0.5", "holds then")
 
 
 # --- the papers' numbers, and every experiment ---------------------------------------------------
