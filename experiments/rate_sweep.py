@@ -23,7 +23,7 @@ SEED = 1
 
 
 class Curve(NamedTuple):
-    """P90 over the SLO at ascending rates; a passing system has both at 1 at most."""
+    """P90 over the SLO at ascending rates, NaN where unknown; a passing system has none above 1."""
 
     ttft: Sequence[float]
     tbt: Sequence[float]
@@ -31,7 +31,7 @@ class Curve(NamedTuple):
     @property
     def passing(self) -> int:
         """How many of the rates pass, from the lowest on."""
-        within = (np.array(self.ttft) <= 1) & (np.array(self.tbt) <= 1)
+        within = (np.array(self.ttft) <= 1) & ~(np.array(self.tbt) > 1)
         return len(within) if within.all() else int(np.argmin(within))
 
 
@@ -49,10 +49,10 @@ def curve(setting: Setting, lengths: str, cluster: ClusterSpec | CoupledSpec, ra
 
 
 def published(key: str, system: str, rates: Sequence[float]) -> Curve:
-    """The paper's; a value that is not in the picture counts as above it for TTFT, as out of the way for TBT."""
+    """The paper's; a TTFT that is not in the picture is above it, a TBT behind other curves."""
     numbers: dict[str, Any] = paper("arxiv_fig11_12")
     ttft, tbt = (dict(map(tuple, numbers[f"{key}_{measure}"][system])) for measure in ("ttft", "tbt"))
-    return Curve([ttft.get(rate, TOP) for rate in rates], [tbt.get(rate, 0.0) for rate in rates])
+    return Curve([ttft.get(rate, TOP) for rate in rates], [tbt.get(rate, np.nan) for rate in rates])
 
 
 def rates_of(key: str) -> list[float]:
@@ -95,7 +95,7 @@ def compare(
             "requests per second",
             f"P90 {measure.upper()} / SLO",
             [
-                Series(system, rates, [min(v, TOP) for v in getattr(of[system], measure)], of_paper)
+                Series(system, rates, np.minimum(getattr(of[system], measure), TOP).tolist(), of_paper)
                 for system in ours
                 for of, of_paper in ((ours, False), (theirs, True))
             ],
