@@ -134,7 +134,7 @@ def observe_matched(state, parameters, input_tokens, observation, matched, forec
 
     # who will be decoding when this request joins ([A] 7.4)
     join_s = now_s + least_ttft_s
-    since_s = join_s - clock.expected_decode_s
+    since_s = join_s - (cluster.decode_time_s if cluster.decode_time_s > 0.0 else clock.expected_decode_s)
     joining = f8_at(forecast)
     for d in range(decodes):
         joining[2 * d] = 0.0

@@ -154,6 +154,10 @@ class ClusterSpec(_Described):
     prior_decode_s: PositiveFloat = Field(
         default=15.0, description="expected decode time before any request has finished"
     )
+    decode_time_s: PositiveFloat | None = Field(
+        default=None,
+        description="t_d, how long every request is taken to decode ([A] 7.4); none: as long as they took lately",
+    )
     rate_horizon_s: PositiveFloat = Field(default=30.0, description="time constant of moving rates")
 
     eviction: Literal["lru", "lfu", "length_aware"] = Field(
@@ -197,6 +201,7 @@ class ClusterSpec(_Described):
             self.decode_recheck,
             self.prior_output_tokens,
             self.prior_decode_s,
+            self.decode_time_s or 0.0,
             self.rate_horizon_s,
             EvictionRule[self.eviction.upper()],
         )

@@ -71,6 +71,7 @@ CLUSTER_PARAMETERS = np.dtype(
         ("decode_recheck", "i8"),
         ("prior_output_tokens", "f8"),
         ("prior_decode_s", "f8"),
+        ("decode_time_s", "f8"),  # 0: the moving value
         ("rate_horizon_s", "f8"),
         ("eviction", "i8"),  # EvictionRule
     ],

@@ -60,6 +60,7 @@ def _cluster(rng: random.Random) -> dict[str, Any]:
         "decode_recheck": rng.random() < 0.5,
         "prior_output_tokens": rng.uniform(5.0, 25.0),
         "prior_decode_s": rng.uniform(0.2, 2.0),
+        "decode_time_s": rng.choice((0.0, rng.uniform(0.2, 4.0))),
         "rate_horizon_s": rng.uniform(0.5, 20.0),
     }
 

@@ -30,6 +30,7 @@ CLUSTER_NUMBERS = (
     "tbt_tail_share",
     "prior_output_tokens",
     "prior_decode_s",
+    "decode_time_s",
     "rate_horizon_s",
 )
 PREFILL_INTEGERS = ("chunk_tokens", "device_blocks", "host_blocks", "pipeline_nodes", "disk_blocks")
@@ -1031,7 +1032,7 @@ class ReferenceCluster:
         )
 
     def _tbt_at_join(self, d: int, n: int, t_join: float) -> float:
-        begin = t_join - self.expected_decode_s
+        begin = t_join - (self.x["decode_time_s"] or self.expected_decode_s)
         group = [job for job in self.in_flight if job.decode == d and begin < job.start <= t_join]
         tokens = sum(job.n for job in group) + len(group) * self.expected_output_tokens / 2 + n
         return self.decode[d].tbt(len(group) + 1, tokens, self.x["tbt_tail_share"])

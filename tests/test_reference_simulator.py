@@ -35,6 +35,7 @@ CLUSTER: dict[str, Any] = {
     "decode_recheck": False,
     "prior_output_tokens": 100.0,
     "prior_decode_s": 10.0,
+    "decode_time_s": 0.0,
     "rate_horizon_s": 10.0,
     "eviction": 0,
 }
@@ -725,6 +726,16 @@ def test_what_the_scheduler_sees_of_a_batch() -> None:
     step = 1 + 0.5 * 3 + 0.01 * (20 + 10 + 2 * 100 / 2 + 10)
     assert later["tbt_at_join_s"] == pytest.approx([step + 0.02 * step])
     assert seen[2]["in_flight"] == 2
+
+
+def test_a_fixed_decode_time_forgets_who_joined_longer_ago() -> None:
+    requests = [Request(0.0, 20, 5, []), Request(3.7, 10, 2, []), Request(6.0, 10, 2, [])]
+    simulator = build(requests, decode_time_s=4.0)
+    later = run(simulator, [(0, 0, "local"), (0, 0, "local"), None])[2]["decode"]
+    # At the join, 6 + 2, the first has been there since 3.8 and counts as gone; the second ended its prefill at 5.7.
+    step = 1 + 0.5 * 2 + 0.01 * (10 + 100 / 2 + 10)
+    assert later["tbt_at_join_s"] == pytest.approx([step + 0.02 * step])
+    assert simulator.expected_decode_s != 4.0
 
 
 def test_waiting_for_vram() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from traces.formats.servegen import servegen
     from traces.statistics import (
         Statistics,
+        length_aware_hit_rate,
         lfu_hit_rate,
         lru_hit_curve,
         lru_hit_rate,
@@ -53,6 +54,7 @@ _HOME = {
     "synthesise_blocks": "synthesis",
     "synthesize": "synthesis",
     "Statistics": "statistics",
+    "length_aware_hit_rate": "statistics",
     "lfu_hit_rate": "statistics",
     "lru_hit_curve": "statistics",
     "lru_hit_rate": "statistics",
@@ -69,6 +71,7 @@ __all__ = [
     "builtin",
     "fit",
     "gamma",
+    "length_aware_hit_rate",
     "lengths",
     "lfu_hit_rate",
     "load",

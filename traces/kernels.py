@@ -81,14 +81,14 @@ def use_counts(ids: Ints, n_distinct: int) -> Ints:
 
 
 @njit(cache=True)
-def _sift_down(heap: Ints, where: Ints, uses: Ints, stamp: Ints, at: int, size: int) -> None:
+def _sift_down(heap: Ints, where: Ints, uses: Ints, depth: Ints, stamp: Ints, at: int, size: int) -> None:
     while True:
         child = 2 * at + 1
         if child >= size:
             return
-        if child + 1 < size and _before(heap[child + 1], heap[child], uses, stamp):
+        if child + 1 < size and _before(heap[child + 1], heap[child], uses, depth, stamp):
             child += 1
-        if not _before(heap[child], heap[at], uses, stamp):
+        if not _before(heap[child], heap[at], uses, depth, stamp):
             return
         heap[child], heap[at] = heap[at], heap[child]
         where[heap[child]] = child
@@ -97,18 +97,26 @@ def _sift_down(heap: Ints, where: Ints, uses: Ints, stamp: Ints, at: int, size: 
 
 
 @njit(cache=True)
-def _before(a: int, b: int, uses: Ints, stamp: Ints) -> bool:
-    """Whether block a is evicted before block b: fewer uses, then older last use."""
-    earlier: bool = uses[a] < uses[b] or (uses[a] == uses[b] and stamp[a] < stamp[b])
-    return earlier
+def _before(a: int, b: int, uses: Ints, depth: Ints, stamp: Ints) -> bool:
+    """Whether block a is evicted before block b: fewer uses, then deeper, then older last use."""
+    if uses[a] != uses[b]:
+        rarer: bool = uses[a] < uses[b]
+        return rarer
+    if depth[a] != depth[b]:
+        deeper: bool = depth[a] > depth[b]
+        return deeper
+    older: bool = stamp[a] < stamp[b]
+    return older
 
 
 @njit(cache=True)
-def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int) -> int:
+def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int, deepest_first: bool) -> int:
     """Hit blocks, up to the first miss of each request, of a least-frequently-used cache.
 
-    A block's use count starts afresh when it is evicted; ties evict the least recently used.
+    A block's use count starts afresh when it is evicted; ties evict the least recently used, or first of all the one
+    that stood deepest in the request it was last used by.
     """
+    depth = np.zeros(n_distinct, np.int64)
     uses = np.zeros(n_distinct, np.int64)
     stamp = np.zeros(n_distinct, np.int64)
     where = np.full(n_distinct, -1, np.int64)
@@ -120,11 +128,13 @@ def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int) -> int:
         for position in range(offsets[request], offsets[request + 1]):
             block = ids[position]
             stamp[block] = position
+            if deepest_first:
+                depth[block] = position - offsets[request]
             if where[block] >= 0:
                 if not missed:
                     hits += 1
                 uses[block] += 1
-                _sift_down(heap, where, uses, stamp, where[block], size)
+                _sift_down(heap, where, uses, depth, stamp, where[block], size)
                 continue
             missed = True
             if capacity == 0:
@@ -139,7 +149,7 @@ def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int) -> int:
                 if size == 0:
                     where[victim] = -1
                 else:
-                    _sift_down(heap, where, uses, stamp, 0, size)
+                    _sift_down(heap, where, uses, depth, stamp, 0, size)
             uses[block] = 1
             heap[size] = block
             where[block] = size
@@ -147,7 +157,7 @@ def lfu_hits(offsets: Ints, ids: Ints, n_distinct: int, capacity: int) -> int:
             size += 1
             while at > 0:
                 parent = (at - 1) // 2
-                if not _before(heap[at], heap[parent], uses, stamp):
+                if not _before(heap[at], heap[parent], uses, depth, stamp):
                     break
                 heap[at], heap[parent] = heap[parent], heap[at]
                 where[heap[at]] = at

@@ -60,6 +60,16 @@ def lru_hit_curve(trace: Trace, capacities: Sequence[float]) -> NDArray[np.float
 
 def lfu_hit_rate(trace: Trace, capacity_blocks: float) -> float:
     """As `lru_hit_rate`, evicting the block with fewest uses since it came in, ties by LRU."""
+    return _lfu_hit_rate(trace, capacity_blocks, deepest_first=False)
+
+
+def length_aware_hit_rate(trace: Trace, capacity_blocks: float) -> float:
+    """As `lfu_hit_rate`, but of blocks used equally often the one deepest in its request goes first (Mooncake's
+    LengthAwareCache)."""
+    return _lfu_hit_rate(trace, capacity_blocks, deepest_first=True)
+
+
+def _lfu_hit_rate(trace: Trace, capacity_blocks: float, deepest_first: bool) -> float:
     from traces import kernels
 
     if not capacity_blocks >= 0:
@@ -67,7 +77,7 @@ def lfu_hit_rate(trace: Trace, capacity_blocks: float) -> float:
     if not trace.has_blocks:
         return lru_hit_rate(trace, capacity_blocks)
     capacity = int(min(capacity_blocks, trace.n_distinct_blocks))
-    hits = kernels.lfu_hits(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, capacity)
+    hits = kernels.lfu_hits(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks, capacity, deepest_first)
     return float(hits) / len(trace.block_ids)
 
 

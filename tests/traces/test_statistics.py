@@ -13,7 +13,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.traces.test_trace import build, prefix_traces
-from traces import Trace, TraceError, lfu_hit_rate, load, lru_hit_curve, lru_hit_rate, statistics_of
+from traces import (
+    Trace,
+    TraceError,
+    length_aware_hit_rate,
+    lfu_hit_rate,
+    load,
+    lru_hit_curve,
+    lru_hit_rate,
+    statistics_of,
+)
 from traces.statistics import CAPACITIES
 
 
@@ -34,23 +43,24 @@ def lru_in_python(trace: Trace, capacity: float) -> float:
     return hits / len(trace.block_ids)
 
 
-def lfu_in_python(trace: Trace, capacity: int) -> float:
-    cache: dict[int, tuple[int, int]] = {}  # block -> (uses, last use)
+def lfu_in_python(trace: Trace, capacity: int, deepest_first: bool = False) -> float:
+    cache: dict[int, tuple[int, int, int]] = {}  # block -> (uses, minus its depth where that counts, last use)
     hits = clock = 0
     for i in range(trace.n_requests):
         missed = False
-        for block in trace.blocks(i).tolist():
+        for depth, block in enumerate(trace.blocks(i).tolist()):
             clock += 1
+            above = -depth if deepest_first else 0
             if block in cache:
                 hits += not missed
-                cache[block] = (cache[block][0] + 1, clock)
+                cache[block] = (cache[block][0] + 1, above, clock)
                 continue
             missed = True
             if capacity == 0:
                 continue
             if len(cache) == capacity:
                 del cache[min(cache, key=lambda b: cache[b])]
-            cache[block] = (1, clock)
+            cache[block] = (1, above, clock)
     return hits / len(trace.block_ids)
 
 
@@ -70,8 +80,9 @@ def test_lru_equals_an_ordered_dict(trace: Trace, capacity: int) -> None:
 
 @settings(deadline=None)
 @given(any_traces(), st.integers(0, 30))
-def test_lfu_equals_a_dict(trace: Trace, capacity: int) -> None:
+def test_lfu_and_length_aware_equal_a_dict(trace: Trace, capacity: int) -> None:
     assert lfu_hit_rate(trace, capacity) == lfu_in_python(trace, capacity)
+    assert length_aware_hit_rate(trace, capacity) == lfu_in_python(trace, capacity, deepest_first=True)
 
 
 @settings(deadline=None)
@@ -94,7 +105,7 @@ def test_hits_count_up_to_the_first_miss_only() -> None:
 
 def test_oracles_refuse_nonsense() -> None:
     trace = build([[0, 1]])
-    for rate in (lru_hit_rate, lfu_hit_rate):
+    for rate in (lru_hit_rate, lfu_hit_rate, length_aware_hit_rate):
         for capacity in (-1, math.nan):
             with pytest.raises(TraceError, match="number of blocks >= 0"):
                 rate(trace, capacity)
@@ -163,6 +174,13 @@ def test_published_reuse_of_real_traces(
     assert stats.lru_hit is not None
     assert list(stats.lru_hit.values()) == pytest.approx(list(lru), abs=0.001)
     assert [lfu_hit_rate(trace, c) for c in CAPACITIES] == pytest.approx(list(lfu), abs=0.001)
+
+
+def test_length_aware_reuse_of_the_conversation_trace(real_traces: Path) -> None:
+    """Reference F2: fewest uses first, of these the deepest."""
+    trace = load(real_traces / "mooncake_conversation_trace.jsonl.gz")
+    rates = [length_aware_hit_rate(trace, c) for c in CAPACITIES]
+    assert rates == pytest.approx([0.050, 0.112, 0.203, 0.260, 0.334, 0.366], abs=0.001)
 
 
 def test_fig9_points_of_the_conversation_trace(real_traces: Path) -> None:
