@@ -117,16 +117,15 @@ def on_disk(world, run, p):
 
 @compiled
 def take_off_disk(world, run, p):
-    """A run is on an instance's disk no more."""
-    if engine_of(world).disks != 0:
-        at = disk_index(world, run, p)
-        mask = np.int64(i4_at(world.disks)[at])
-        i4_at(world.disks)[at] = 0
-        prefill_timer_of(world, p).disk_free += bits_in(mask)
-        if engine_of(world).eviction != LRU:
-            while mask != 0:
-                withdraw(world, p, DISK, i4_at(world.run_blocks)[run] + lowest_bit(mask))
-                mask &= mask - 1
+    """A run is on an instance's disk no more. There must be disks."""
+    at = disk_index(world, run, p)
+    mask = np.int64(i4_at(world.disks)[at])
+    i4_at(world.disks)[at] = 0
+    prefill_timer_of(world, p).disk_free += bits_in(mask)
+    if engine_of(world).eviction != LRU:
+        while mask != 0:
+            withdraw(world, p, DISK, i4_at(world.run_blocks)[run] + lowest_bit(mask))
+            mask &= mask - 1
 
 
 @compiled

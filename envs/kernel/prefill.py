@@ -237,7 +237,7 @@ def start_prefill(world, parameters, p):
             cold = on_disk(world, reference.run, p)
             usable = np.int64(cell.host) | cold
             if job.landed == 0:
-                usable |= _part_mask(reference, at, job.local, job.hit)
+                usable |= cell.transit & _part_mask(reference, at, job.local, job.hit)
             count = leading(usable)
             blocks += count
             from_disk += bits_in(cold & mask_of(count))
@@ -341,8 +341,9 @@ def _keep(world, request, p, node):
     prefill = prefill_of(state_of(world), p)
     asked = request_of(world, request)
     last = asked.first + asked.references
-    for i in range(asked.first, last):
-        take_off_disk(world, reference_of(world, i).run, p)
+    if engine_of(world).disks != 0:
+        for i in range(asked.first, last):
+            take_off_disk(world, reference_of(world, i).run, p)
     resident = 0  # leading blocks
     for i in range(asked.first, last):
         reference = reference_of(world, i)
