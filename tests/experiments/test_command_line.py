@@ -148,11 +148,15 @@ def test_the_page_and_its_pictures(cli: Run, tmp_path: Path, monkeypatch: pytest
     assert "## fast_fig15_pd_ratio" in text
     assert "| bad | 2 | 1 | +1 | ± 10 % | does not hold | fitted |" in text
     assert "## Sensitivity" in text
+    assert "| `arrivals` |" in text
+    assert "\n## arxiv_fig02_x" in text
     for name in Parameters.load().numbers:
         assert f"| `{name}` |" in text
     pictures = list((tmp_path / "reproduction").iterdir())
     assert [picture.name for picture in pictures] == ["arxiv_fig02_x.png"]
     assert "(reproduction/arxiv_fig02_x.png)" in text
+    assert cli("--all", "--write")[0] == 0
+    assert (tmp_path / "reproduction.md").read_text() == text  # the sensitivity table, too
     pixels = matplotlib.image.imread(pictures[0])
     assert pixels.shape[1] > 2 * pixels.shape[0]  # two panels side by side
     assert (pixels[0, 0, :3] == 1).all()  # on white, for dark pages too
