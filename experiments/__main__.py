@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--sensitivity",
         action="store_true",
-        help="then again, on quick inputs, with each unpublished parameter halved and doubled: takes half an hour",
+        help="then again, on quick inputs, with each unpublished parameter halved and doubled: twenty minutes",
     )
     add(
         "--traces", metavar="DIR", type=Path, help="folder with the released traces (default: data, where downloads go)"

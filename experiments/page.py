@@ -11,6 +11,7 @@ from .pictures import draw
 from .report import HEADINGS, cells, number, origins, summary, verdicts
 from .sensitivity import Flip
 
+SENSITIVITY = "## Sensitivity"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 INTRODUCTION = """# The papers, reproduced
@@ -28,20 +29,22 @@ parameter was fitted on its figure, else *predicted*. In pictures, lines and bar
 
 
 def write(outcomes: Sequence[Outcome], parameters: Parameters, flips: Sequence[Flip] | None, docs: Path) -> Path:
-    """Write the page and its pictures into a folder; returns the page. Pictures of no experiment are removed."""
+    """Write the page and its pictures into a folder; returns the page. Pictures of no experiment are removed.
+
+    Without `flips`, which take long to find, the page keeps the sensitivity table it has.
+    """
     pictures = docs / "reproduction"
     pictures.mkdir(parents=True, exist_ok=True)
     for old in pictures.glob("*.png"):
         old.unlink()
     parts = [INTRODUCTION, _overview(outcomes), _failures(outcomes, parameters), _parameters(parameters)]
-    if flips is not None:
-        parts.append(_sensitivity(flips))
+    page = docs / "reproduction.md"
+    parts.append(_kept_sensitivity(page) if flips is None else _sensitivity(flips))
     for outcome in outcomes:
         parts.append(_section(outcome, parameters))
         if outcome.result.panels:
             (pictures / f"{outcome.experiment.name}.png").write_bytes(draw(outcome.result))
-    page = docs / "reproduction.md"
-    page.write_text("\n".join(parts))
+    page.write_text("\n".join(filter(None, parts)))
     return page
 
 
@@ -96,12 +99,23 @@ def _parameters(parameters: Parameters) -> str:
 
 
 def _sensitivity(flips: Sequence[Flip]) -> str:
-    rows = [(f"`{f.parameter}`", f.value, f.experiment, f.quantity, f.change) for f in flips]
+    quantities: dict[tuple[str, str, str, str], list[str]] = {}
+    for flip in flips:
+        which = (f"`{flip.parameter}`", flip.value, flip.experiment, flip.change)
+        quantities.setdefault(which, []).append(flip.quantity)
+    rows = [(*which, "; ".join(changed)) for which, changed in quantities.items()]
     return (
-        "## Sensitivity\n\nVerdicts that change when one parameter is halved or doubled, or chosen "
-        "otherwise; on quick inputs.\n\n"
-        + (_table(("parameter", "is then", "experiment", "quantity", "verdict"), rows) if rows else "None.\n")
+        f"{SENSITIVITY}\n\nVerdicts that change when one parameter is halved or doubled, or chosen otherwise; on quick "
+        "inputs.\n\n"
+        + (_table(("parameter", "is then", "experiment", "verdict", "quantities"), rows) if rows else "None.\n")
     )
+
+
+def _kept_sensitivity(page: Path) -> str:
+    """The section of a page as it was last written with one."""
+    text = page.read_text() if page.is_file() else ""
+    start = text.find(f"{SENSITIVITY}\n")
+    return "" if start < 0 else text[start:].partition("\n## ")[0]
 
 
 def _section(outcome: Outcome, parameters: Parameters) -> str:

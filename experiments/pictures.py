@@ -11,7 +11,6 @@ from .experiment import Panel, Result, Series
 # Okabe and Ito's colours, which colour-blind readers tell apart; the paper has a white ground for dark pages too.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 PANEL_INCHES = (4.6, 3.2)
-PANELS_IN_A_ROW = 3
 DPI = 100
 
 
@@ -22,7 +21,7 @@ def draw(result: Result) -> bytes:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    across = 2 if len(result.panels) == 4 else min(len(result.panels), PANELS_IN_A_ROW)
+    across = min(len(result.panels), 2 if len(result.panels) % 3 else 3)
     down = -(-len(result.panels) // across)
     width, height = PANEL_INCHES
     figure, grid = pyplot.subplots(down, across, figsize=(width * across, height * down), squeeze=False)
@@ -55,7 +54,7 @@ def _draw_panel(axes: Any, panel: Panel) -> None:
     if panel.log_y:
         axes.set_yscale("log")
         _plain_ticks(axes.yaxis, axes.get_ylim())
-    elif all(value is None or value >= 0 for series in panel.series for value in series.y):
+    elif not any(value is not None and value < 0 for series in panel.series for value in series.y):
         axes.set_ylim(bottom=0.0)
     axes.grid(alpha=0.3, axis="y" if bars else "both")
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from experiments.experiment import (
     run,
 )
 from experiments.parameters import Parameters
-from experiments.report import as_json
+from experiments.report import VERDICTS, as_json
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["experiment", "quantity", "ours", "paper", "tolerance", "holds", "fitted"]
@@ -148,11 +149,15 @@ def test_the_page_and_its_pictures(cli: Run, tmp_path: Path, monkeypatch: pytest
     assert "## fast_fig15_pd_ratio" in text
     assert "| bad | 2 | 1 | +1 | ± 10 % | does not hold | fitted |" in text
     assert "## Sensitivity" in text
+    assert "| `arrivals` |" in text
+    assert "\n## arxiv_fig02_x" in text
     for name in Parameters.load().numbers:
         assert f"| `{name}` |" in text
     pictures = list((tmp_path / "reproduction").iterdir())
     assert [picture.name for picture in pictures] == ["arxiv_fig02_x.png"]
     assert "(reproduction/arxiv_fig02_x.png)" in text
+    assert cli("--all", "--write")[0] == 0
+    assert (tmp_path / "reproduction.md").read_text() == text  # the sensitivity table, too
     pixels = matplotlib.image.imread(pictures[0])
     assert pixels.shape[1] > 2 * pixels.shape[0]  # two panels side by side
     assert (pixels[0, 0, :3] == 1).all()  # on white, for dark pages too
@@ -211,9 +216,13 @@ def test_results_are_the_same_every_time(real_traces: Path) -> None:
 
 
 HOLDS = {  # rows that must hold, by the start of their quantity: what the issue asks for and the simulator delivers
+    "arxiv_fig12_long_contexts": [""],
+    "arxiv_fig13_real_workload": [""],
     "arxiv_table1_hit_rate": [""],
+    "arxiv_table3_overload": [""],
     "arxiv_fig08_schedulers": ["place", "mean TTFT, "],
     "fast_fig05_schedulers": [""],
+    "fast_fig06_tbt_shares": ["conversation", "synthetic"],
     "fast_fig08_prefill_time": ["conversation s", "toolagent s", "synthetic s, vllm"],
     "fast_fig09_hit_by_capacity": ["conversation", "synthetic", "all"],
     "fast_fig10_local_global": [""],
@@ -235,8 +244,15 @@ def test_what_holds_goes_on_holding(real_traces: Path) -> None:
 
 
 @pytest.mark.slow
-def test_all_run_on_the_released_traces_and_every_row_is_a_number(real_traces: Path) -> None:
-    for outcome in outcomes_of(list(experiments()), real_traces):
+def test_the_page_says_what_a_run_finds_and_every_row_is_a_number(real_traces: Path) -> None:
+    outcomes = outcomes_of(list(experiments()), real_traces)
+    written = re.split(r"^## (\w+)$", (page.DOCS / "reproduction.md").read_text(), flags=re.MULTILINE)
+    sections = dict(zip(written[1::2], written[2::2], strict=True))
+    assert set(experiments()) <= set(sections)
+    for outcome in outcomes:
+        name = outcome.experiment.name
+        verdicts = re.findall(r"^\| (.+?) \|.*\| (holds|does not hold|context) \|", sections[name], flags=re.MULTILINE)
+        assert dict(verdicts) == {row.quantity: VERDICTS[row.holds] for row in outcome.result.rows}, name
         quantities = [row.quantity for row in outcome.result.rows]
         assert len(set(quantities)) == len(quantities), outcome.experiment.name
         assert quantities
