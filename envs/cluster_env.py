@@ -183,7 +183,6 @@ class _Clusters:
         self.started = True
         self._draw_cluster(c, rng)
         self.simulator.load(c, self.trace, first, first + self.window, speed=load)
-        self.simulator.begin(c)
         state = self.simulator.batch.state
         for name, table in (("prefill_up", state.prefill[c]), ("decode_up", state.decode[c])):
             between = getattr(self.episodes, name)

@@ -224,6 +224,8 @@ class Simulator:
         self._begin = entry_point(_replay.begin, *one_cluster, 0)
         self._observe = entry_point(_replay.observe_arrival, *one_cluster, self.observations[0])
         self._load: Callable[..., Any] | None = None
+        for c in range(clusters):
+            self.begin(c)
 
     @classmethod
     def with_room(
@@ -270,7 +272,7 @@ class Simulator:
         return int(sum(table.nbytes for table in tables)) // self.clusters
 
     def load(self, cluster: int, trace: Trace, first: int = 0, last: int | None = None, *, speed: float = 1.0) -> None:
-        """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0.
+        """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0; begin.
 
         Raises:
             ValueError: the trace's blocks do not fit the spec, or the window does not fit the simulator's sizes.
@@ -306,6 +308,7 @@ class Simulator:
         if self._load is None:
             self._load = entry_point(_replay.load, *arguments)
         self._load(*arguments)
+        self.begin(cluster)
 
     def _check_room(self, trace: Trace, runs: Runs, first: int, last: int) -> None:
         references, distinct, blocks = runs.counts(first, last)

@@ -188,6 +188,20 @@ def test_replay_equals_stepping() -> None:
         assert simulator.outcomes(0).tobytes() == simulator.outcomes(1).tobytes(), name
 
 
+def test_what_was_not_begun_can_be_used() -> None:
+    trace = load_trace("builtin:conversation")
+    policy = make_policy("conductor")
+    policy.reset(1, 0)
+    empty = Simulator.with_room(load_cluster("2p2d"), trace)
+    assert not empty.observe(0)
+    policy.replay(empty)
+    assert empty.state(0).clock["now_s"] == 0
+    loaded = Simulator.for_trace(load_cluster("2p2d"), trace, clusters=2)
+    policy.replay(loaded)
+    assert (loaded.outcomes(0)["status"] != Status.OPEN).all()
+    assert loaded.observe(1)
+
+
 def test_a_replay_can_be_stopped_to_count_replicas() -> None:
     trace = builtin("synthetic", seed=3, n_requests=300)
     simulator = Simulator.for_trace(load_cluster("3p2d"), trace, clusters=2)
