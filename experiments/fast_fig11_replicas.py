@@ -15,7 +15,6 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from envs.state import HOST, ROW_BITS
 from traces import Trace
 
 from .experiment import Panel, Result, Row, Series, Setting, Within, paper
@@ -44,20 +43,15 @@ def run(setting: Setting) -> Result:
 
 def copies_over_time(
     setting: Setting, trace: Trace, nodes: int, ranks: Sequence[int], every_s: float
-) -> tuple[list[float], NDArray[np.int64]]:
-    """Times, and the copies of the blocks of given ranks by uses then, int64[times, ranks], under Conductor.
-
-    A sample is taken after the last arrival before its time.
-    """
+) -> tuple[list[float], NDArray[np.int32]]:
+    """Times, and the copies of the blocks of given ranks by uses then, int32[times, ranks], under Conductor."""
     by_uses = np.argsort(-np.bincount(trace.block_ids), kind="stable")
     blocks = by_uses[np.array(ranks) - 1]
     cluster = setting.parameters.mooncake(f"{nodes}p{nodes}d")
     simulator, policy = started(cluster, trace, setting.parameters.policy("conductor"))
-    in_host = ((1 << ROW_BITS) - 1) << (ROW_BITS * HOST)
     times = np.arange(every_s, trace.duration_s, every_s)
-    arrived = np.searchsorted(trace.arrival_s - trace.arrival_s[0], times)
-    copies = np.zeros((len(times), len(ranks)), np.int64)
-    for i, count in enumerate(np.diff(arrived, prepend=0).tolist()):
-        policy.replay(simulator, 0, limit=count)
-        copies[i] = np.bitwise_count(simulator.state(0).blocks[blocks] & in_host).sum(axis=1)
+    copies = np.zeros((len(times), len(ranks)), np.int32)
+    for i, time_s in enumerate(times):
+        policy.replay(simulator, 0, until_s=time_s)
+        copies[i] = simulator.replicas(0)[blocks]
     return times.tolist(), copies
