@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.arxiv_fig09_load_fluctuation import EVERY, WARM_UP_S, Loads, loads_over_time
+from experiments.arxiv_table3_overload import CLUSTER, SPEED
 from experiments.experiment import Setting, experiments
 
 
@@ -18,7 +19,7 @@ def test_correlation_at_a_lag() -> None:
 
 def test_loads_are_means_over_equal_intervals_after_the_warm_up() -> None:
     setting = Setting()
-    loads = loads_over_time(setting, "early", 15.0)
+    loads = loads_over_time(setting, "toolagent", CLUSTER, SPEED, "early", 15.0)
     assert loads.time_s[0] == WARM_UP_S
     assert set(np.diff(loads.time_s)) == {15.0}
     trace = setting.trace("toolagent")
