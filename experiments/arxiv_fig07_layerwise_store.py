@@ -3,8 +3,8 @@
 The paper stores the KV of 8k to 128k tokens either when the prefill has ended (serialised) or layer by layer while it
 runs: then what is left at its end does not grow with the prompt. Ours is one simulated request: the time from the end
 of its prefill until its KV has landed on the decode node, which streams layer by layer; serialised is the time the same
-bytes take alone, both with the fixed latency of a transfer. The paper's times contain an overhead of about 0.1 s that
-we do not model, so the comparison is of growth.
+bytes take alone, both with the fixed latency of a transfer. The paper's layer-wise times contain an overhead of about
+0.1 s that we do not model, its serialised ones up to 0.4 s, so the comparison is of growth.
 """
 
 from __future__ import annotations

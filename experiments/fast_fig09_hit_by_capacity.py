@@ -1,10 +1,11 @@
 """FAST Fig 9: hit rate of one global cache, by its capacity in tokens.
 
-The paper sends each trace, and all three together, to one LRU cache. Its rates for unlimited caches are 2 to 4 points
+The paper sends each trace, and all three together, to one LRU cache. Its rates for unlimited caches are 2 to 4.5 points
 above what blocks of 512 tokens can give, which the released traces have: it must have counted in finer blocks. Hence
 the tolerance. Hits are blocks, up to the first miss of each request. All traces together are joined by time of arrival,
 each with its own blocks. The stand-in for tool&agent keeps half a point less than the released trace at medium sizes
-(arXiv Table 1), which takes it out of the tolerance there.
+(arXiv Table 1): of what it misses beyond the tolerance there, up to one point, that is about half; the rest is not
+explained.
 """
 
 from __future__ import annotations

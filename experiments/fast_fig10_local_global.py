@@ -2,8 +2,8 @@
 
 The paper forces outputs to one token and forbids transfers between nodes for the local case; how requests were routed
 then is not said. A router that looks for the longest local prefix (cache_aware) nearly closes the gap; one that only
-balances load comes near the paper's local rates, which are about those of one cache of 3M tokens. Both are shown. Hits
-are tokens reused. The paper counted in finer blocks (see FAST Fig 9).
+balances load is below the paper's local rates, by a third on conversation and synthetic; those are about the rates of
+one cache of 3M tokens. Both are shown. Hits are tokens reused. The paper counted in finer blocks (see FAST Fig 9).
 """
 
 from __future__ import annotations

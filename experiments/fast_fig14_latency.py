@@ -2,8 +2,9 @@
 
 The paper sends one request with 8k to 128k prompt tokens and 128 output tokens to an idle cluster, with none or 95 % of
 its prompt cached. Ours is one simulated request, its prefix in host memory. Prefill, decode and the time from the end
-of the prefill to the first decode step (transfer and load) are compared; scheduling takes no time here. Where the
-decode terms are those of a loaded system, a single request decodes too slowly, the more the longer it is.
+of the prefill to the first decode step (transfer and load) are compared; scheduling takes no time here, and the
+transfer overlaps the prefill layer by layer, so that only the load and the last layer are left of it. Where the decode
+terms are those of a loaded system, a single request decodes too slowly, the more the longer it is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """P90 of TTFT and TBT by request rate, and the highest rate within the SLOs, as arXiv Figs 11 and 12 have them.
 
-The SLOs are the paper's: 10 times the P90 TTFT and 5 times the P90 TBT of the same system at the lowest rate. TBT of a
-request is the mean of its intervals, which the paper leaves open.
+The SLOs are 10 times the P90 TTFT and 5 times the P90 TBT of the same system at the lowest rate. TBT of a request is
+the mean of its intervals, which the paper leaves open.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SEED = 1
 
 
 class Curve(NamedTuple):
-    """P90 over the SLO at ascending rates, NaN where unknown; a passing system has none above 1."""
+    """P90 over the SLO at ascending rates, NaN where unknown; a passing system has a TTFT and none above 1."""
 
     ttft: Sequence[float]
     tbt: Sequence[float]
@@ -49,10 +49,10 @@ def curve(setting: Setting, lengths: str, cluster: ClusterSpec | CoupledSpec, ra
 
 
 def published(key: str, system: str, rates: Sequence[float]) -> Curve:
-    """The paper's; a TTFT that is not in the picture is above it, a TBT behind other curves."""
+    """The paper's, NaN where its picture has no point: a TTFT is above it then, a TBT behind other curves."""
     numbers: dict[str, Any] = paper("arxiv_fig11_12")
     ttft, tbt = (dict(map(tuple, numbers[f"{key}_{measure}"][system])) for measure in ("ttft", "tbt"))
-    return Curve([ttft.get(rate, TOP) for rate in rates], [tbt.get(rate, np.nan) for rate in rates])
+    return Curve([ttft.get(rate, np.nan) for rate in rates], [tbt.get(rate, np.nan) for rate in rates])
 
 
 def rates_of(key: str) -> list[float]:
