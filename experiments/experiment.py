@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import yaml
 
 import traces
-from traces import Trace
+from traces import Trace, TraceError
 
 from .parameters import Parameters
 
@@ -135,8 +135,12 @@ class Result:
 FILES = ("{}_trace.jsonl", "mooncake_{}_trace.jsonl")
 SUFFIXES = ("", ".gz", ".zst")
 DOWNLOADED = Path("data")
-"""Where `python -m traces download` puts files unless told otherwise."""
+"""Where `python -m traces download` puts files unless told otherwise: in the current folder."""
 
+RELEASED = {"conversation": 12_031, "synthetic": 3_993, "toolagent": 23_608}
+"""The traces Mooncake released, and how many requests each has."""
+FEWEST_REQUESTS = 1000
+"""A file of fewer says nothing of percentiles, and is surely not a released one."""
 
 SPREAD_SEED = 0
 """Of where in its tick a request comes."""
@@ -150,12 +154,15 @@ class _Loaded(NamedTuple):
 class TraceShelf:
     """The released traces, each read once: from a folder, or where it is not there a stand-in.
 
+    `stand_ins` has the names of the traces that were asked for and were not there.
+
     Args:
         folder: where the files are; without one, where downloads go.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self.folder = DOWNLOADED if folder is None else folder
+        self.stand_ins: list[str] = []
         self._loaded: dict[tuple[str, bool], _Loaded] = {}
         self._lock = threading.RLock()
 
@@ -171,20 +178,42 @@ class TraceShelf:
             return self._loaded[name, spread]
 
     def _load(self, name: str) -> _Loaded:
+        if name not in RELEASED:
+            raise TraceError(f"no released trace is called {name!r}", expected=", ".join(RELEASED))
         for pattern in FILES:
             for suffix in SUFFIXES:
                 file = self.folder / (pattern.format(name) + suffix)
                 if file.is_file():
-                    return _Loaded(traces.load(file), f"released file {file.name}")
+                    return _read(file, RELEASED[name])
+                if file.exists() or file.is_symlink():
+                    raise TraceError("a folder, or a link to nothing", expected="a file", file=file)
+        self.stand_ins.append(name)
         stand_in = f"builtin:{name}"
         return _Loaded(traces.load(stand_in), f"stand-in {stand_in}, synthesised: the released file is not at hand")
+
+
+def _read(file: Path, released: int) -> _Loaded:
+    """A file that is named like a released one of so many requests, and whether it is that by their number."""
+    try:
+        trace = traces.load(file)
+    except TraceError as error:  # without its hint, which is of options that only `python -m traces` has
+        raise TraceError(
+            error.found, expected=error.expected, file=error.file, line=error.line, field=error.field
+        ) from error
+    found = trace.n_requests
+    if found < FEWEST_REQUESTS:
+        raise TraceError(f"has {found} requests", expected=f"the released trace of {released:,}", file=file)
+    if found != released:
+        return _Loaded(trace, f"file {file.name}, {found:,} requests (the released one has {released:,})")
+    return _Loaded(trace, f"released file {file.name}")
 
 
 @dataclass(frozen=True)
 class Setting:
     """What an experiment is run under.
 
-    `quick` asks for shorter inputs where the whole ones take long. `say` may be told how far the experiment is.
+    `quick` leaves out curves that pictures alone show; the rows are the same. `say` may be told how far the
+    experiment is.
     """
 
     parameters: Parameters = field(default_factory=Parameters.load)

@@ -94,10 +94,10 @@ def test_a_row_without_tolerance_is_context() -> None:
 
 @pytest.mark.parametrize("file", ["conversation_trace.jsonl", "mooncake_conversation_trace.jsonl.gz"])
 def test_traces_come_from_the_folder_or_a_stand_in_and_the_origin_is_told(tmp_path: Path, file: str) -> None:
-    save(builtin("conversation", n_requests=20), tmp_path / file)
+    save(builtin("conversation", n_requests=12_031), tmp_path / file)
     setting = Setting(shelf=TraceShelf(tmp_path))
     trace = setting.trace("conversation")
-    assert trace.n_requests == 20
+    assert trace.n_requests == 12_031
     assert setting.trace("conversation") is trace
     assert setting.trace("synthetic").n_requests == builtin("synthetic").n_requests
     assert setting.origins == {
@@ -106,6 +106,37 @@ def test_traces_come_from_the_folder_or_a_stand_in_and_the_origin_is_told(tmp_pa
     }
     with pytest.raises(TraceError, match="nosuch"):
         setting.trace("nosuch")
+    assert setting.shelf.stand_ins == ["synthetic"]
+
+
+def test_a_file_of_another_length_is_not_called_released(tmp_path: Path) -> None:
+    save(builtin("conversation", n_requests=1000), tmp_path / "conversation_trace.jsonl")
+    save(builtin("synthetic", n_requests=3), tmp_path / "synthetic_trace.jsonl")
+    setting = Setting(shelf=TraceShelf(tmp_path))
+    setting.trace("conversation")
+    assert setting.origins["conversation"] == (
+        "file conversation_trace.jsonl, 1,000 requests (the released one has 12,031)"
+    )
+    with pytest.raises(TraceError, match=r"synthetic_trace\.jsonl: has 3 requests; expected .* of 3,993"):
+        setting.trace("synthetic")
+
+
+def test_a_name_that_is_no_file_is_no_reason_for_a_stand_in(tmp_path: Path) -> None:
+    (tmp_path / "conversation_trace.jsonl").mkdir()
+    (tmp_path / "mooncake_synthetic_trace.jsonl.gz").symlink_to(tmp_path / "nothing")
+    setting = Setting(shelf=TraceShelf(tmp_path))
+    for name in ("conversation", "synthetic"):
+        with pytest.raises(TraceError, match=f"{name}_trace.jsonl.*expected a file"):
+            setting.trace(name)
+
+
+def test_errors_of_readers_name_no_option_of_other_commands(tmp_path: Path) -> None:
+    row = '{"timestamp": %d, "input_length": 9, "output_length": 9, "hash_ids": [1]}\n'
+    (tmp_path / "conversation_trace.jsonl").write_text(row % 5 + row % 3 + "nonsense\n")
+    with pytest.raises(TraceError, match="line 2") as error:
+        Setting(shelf=TraceShelf(tmp_path)).trace("conversation")
+    assert "--" not in str(error.value)
+    assert "on_error" not in str(error.value)
 
 
 def test_requests_of_one_tick_come_as_the_parameters_say() -> None:
