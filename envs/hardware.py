@@ -10,6 +10,8 @@ import yaml
 from numpy.typing import ArrayLike
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+MOST_TOKENS = 1 << 50  # of any count in a description: what is more is a slip, and would not fit the kernels
+
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -23,6 +25,7 @@ class PrefillTimes(_Strict):
     quadratic_s: NonNegativeFloat = 0.0
     chunk_tokens: PositiveInt = Field(
         default=8192,
+        le=MOST_TOKENS,
         description="an instance of several nodes works on as many chunks at once: with 8,192 (more than 1,000 in the "
         "paper, which gives no number) only inputs above that gain",
     )
@@ -49,12 +52,12 @@ class HardwareProfile(_Strict):
     nic_bytes_per_s: PositiveFloat = Field(description="RDMA, each direction")
     h2d_bytes_per_s: PositiveFloat = Field(description="host to device, for a cached prefix")
     join_bytes_per_s: PositiveFloat = Field(description="host to device, for a request that joins a decode batch")
-    device_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in VRAM")
-    host_kv_tokens: int = Field(ge=0, description="KV a prefill node caches in DRAM")
-    disk_kv_tokens: int = Field(default=0, ge=0, description="KV a prefill node keeps on disk; 0: none")
+    device_kv_tokens: int = Field(ge=0, le=MOST_TOKENS, description="KV a prefill node caches in VRAM")
+    host_kv_tokens: int = Field(ge=0, le=MOST_TOKENS, description="KV a prefill node caches in DRAM")
+    disk_kv_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS, description="KV a prefill node keeps on disk; 0: none")
     disk_bytes_per_s: PositiveFloat = Field(default=6e9, description="reading from disk")
-    decode_kv_tokens: PositiveInt = Field(description="KV a decode node has VRAM for")
-    max_batch: PositiveInt = Field(default=256, description="sequences in a decode batch")
+    decode_kv_tokens: PositiveInt = Field(le=MOST_TOKENS, description="KV a decode node has VRAM for")
+    max_batch: PositiveInt = Field(default=256, le=MOST_TOKENS, description="sequences in a decode batch")
 
 
 @cache

@@ -378,11 +378,17 @@ class Simulator:
     ) -> None:
         """Run a cluster for up to `limit` more requests under a compiled policy; past the last request it drains.
 
-        With `until_s` it stops when all that happens up to that time has happened, to be looked at and gone on with.
+        With `until_s` it stops when all that happens up to that time has happened, to be looked at and gone on with; or
+        before, with the last request of `limit`.
 
         Args:
             router, admission: see `envs.kernel.replay`. memory: uint64[4], what the router keeps between decisions.
+
+        Raises:
+            ValueError: `until_s` is NaN.
         """
+        if math.isnan(until_s):
+            raise ValueError("until_s is NaN, expected seconds of simulated time")
         _replay.replay(
             self.worlds[cluster],
             self.parameters[cluster],

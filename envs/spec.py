@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from .hardware import DecodeTimes, HardwareProfile, PrefillTimes, profiles
+from .hardware import MOST_TOKENS, DecodeTimes, HardwareProfile, PrefillTimes, profiles
 from .state import (
     CLUSTER_PARAMETERS,
     COUPLED_CLUSTER,
@@ -46,7 +46,7 @@ class _Strict(BaseModel):
 class ModelSize(_Strict):
     """The served model, as far as its KV goes. Default: LLaMA2-70B (paper A3)."""
 
-    layers: PositiveInt = 80
+    layers: PositiveInt = Field(default=80, le=MOST_TOKENS)
     kv_bytes_per_token: PositiveFloat = 327_680.0
 
 
@@ -110,10 +110,15 @@ class PrefillPool(Pool):
     )
     times: PrefillTimes | None = None
     h2d_bytes_per_s: PositiveFloat | None = None
-    device_kv_tokens: int | None = Field(default=None, ge=0)
-    host_kv_tokens: int | None = Field(default=None, ge=0)
-    disk_kv_tokens: int | None = Field(default=None, ge=0)
-    disk_bytes_per_s: PositiveFloat | None = None
+    device_kv_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    host_kv_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
+    disk_kv_tokens: int | None = Field(
+        default=None,
+        ge=0,
+        le=MOST_TOKENS,
+        description="KV a node keeps on disk that its host tier evicted; 0: none",
+    )
+    disk_bytes_per_s: PositiveFloat | None = Field(default=None, description="reading from disk, of each node")
 
 
 class DecodePool(Pool):
@@ -122,8 +127,8 @@ class DecodePool(Pool):
     _times_of: ClassVar[str] = "decode"
     times: DecodeTimes | None = None
     join_bytes_per_s: PositiveFloat | None = None
-    decode_kv_tokens: PositiveInt | None = None
-    max_batch: PositiveInt | None = None
+    decode_kv_tokens: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
+    max_batch: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
 
 
 class _Described(_Strict):
@@ -143,7 +148,9 @@ class ClusterSpec(_Described):
     decode: tuple[DecodePool, ...] = Field(min_length=1)
     model: ModelSize = ModelSize()
     slo: Slo = Slo()
-    block_tokens: PositiveInt = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
+    block_tokens: PositiveInt = Field(
+        default=512, le=MOST_TOKENS, description="tokens per KV block, that of the traces (paper A3)"
+    )
     transfer_latency_s: NonNegativeFloat = Field(default=0.02, description="fixed part of a KV transfer (paper E2)")
     decode_recheck: bool = Field(
         default=True, description="decode nodes check the TBT SLO again when the KV is there (A6.4)"
@@ -170,7 +177,14 @@ class ClusterSpec(_Described):
             if pool.profile.device_kv_tokens > pool.profile.host_kv_tokens:
                 raise ValueError(
                     f"prefill.{i}: device_kv_tokens ({pool.profile.device_kv_tokens}) is above host_kv_tokens "
-                    f"({pool.profile.host_kv_tokens}); the device holds the recent part of what the host holds"
+                    f"({pool.profile.host_kv_tokens}); the device holds a part of what the host holds"
+                )
+            least = -(-self.block_tokens // pool.pipeline_nodes)
+            disk, host = pool.profile.disk_kv_tokens, pool.profile.host_kv_tokens
+            if 0 < disk < least or (disk > 0 and host < least):
+                raise ValueError(
+                    f"prefill.{i}: disk_kv_tokens ({disk}) and host_kv_tokens ({host}) must both hold a block of "
+                    f"{self.block_tokens} tokens; the disk gets what the host tier evicts (0: no disk)"
                 )
             if pool.pipeline_nodes > self.model.layers:
                 raise ValueError(
@@ -246,11 +260,13 @@ class CoupledPool(Nodes):
 
     prefill: PrefillTimes | None = None
     decode: DecodeTimes | None = None
-    decode_kv_tokens: PositiveInt | None = Field(default=None, description="KV a node has VRAM for")
-    max_batch: PositiveInt | None = None
+    decode_kv_tokens: PositiveInt | None = Field(default=None, le=MOST_TOKENS, description="KV a node has VRAM for")
+    max_batch: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
     prefix_cache: bool = Field(default=False, description="reuse prefixes still in VRAM")
     chunk_tokens: PositiveInt | None = Field(
-        default=None, description="prefill tokens an iteration carries at most; none: prefill blocks decode"
+        default=None,
+        le=MOST_TOKENS,
+        description="prefill tokens an iteration carries at most; none: prefill blocks decode",
     )
 
     @property
@@ -267,7 +283,9 @@ class CoupledSpec(_Described):
     name: str = "coupled"
     coupled: tuple[CoupledPool, ...] = Field(min_length=1)
     slo: Slo = Slo()
-    block_tokens: PositiveInt = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
+    block_tokens: PositiveInt = Field(
+        default=512, le=MOST_TOKENS, description="tokens per KV block, that of the traces (paper A3)"
+    )
 
     @property
     def n_instances(self) -> int:
@@ -394,12 +412,13 @@ def _validated(kind: type[Spec], fields: dict[str, Any], where: str) -> Spec:
         problems = error.errors()
         lines = []
         for problem in problems:
-            field = ".".join(str(part) for part in problem["loc"]) or "(whole)"
+            field = ".".join(str(part) for part in problem["loc"])
             if problem["type"] == "too_short" and any(
                 other["loc"][:1] == problem["loc"] and other is not problem for other in problems
             ):
                 continue  # pydantic counts only the items that were right; the wrong ones have lines of their own
             message = "no such field" if problem["type"] == "extra_forbidden" else problem["msg"]
             found = "" if isinstance(problem["input"], dict | list) else f", found {problem['input']!r}"
-            lines.append(f"{where}: {field}: {message.removeprefix('Value error, ')}{found}")
+            message = message.removeprefix("Value error, ")  # of the whole, it names its field itself
+            lines.append(f"{where}: {field}: {message}{found}" if field else f"{where}: {message}{found}")
         raise SpecError("\n".join(lines)) from None

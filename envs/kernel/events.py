@@ -35,6 +35,7 @@ from .prefill import admit, advance_prefill, land_fetch
 from .timers import clear_timers, next_due
 
 LRU = int(EvictionRule.LRU)
+MOST_BLOCKS = (1 << 31) - 1  # more than any trace has
 REJECTED_AT_ARRIVAL = int(Status.REJECTED_AT_ARRIVAL)
 
 
@@ -216,7 +217,7 @@ def reset(world, parameters):
         timer.drain_head = -1
         timer.drain_tail = -1
         timer.releases = 0
-        timer.disk_free = prefill_node_of(parameters, p).disk_blocks
+        timer.disk_free = min(prefill_node_of(parameters, p).disk_blocks, MOST_BLOCKS)
         if timer.disk_free > 0:
             engine.disks = 1
             if world.disk_capacity == 0:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.simulator import Simulator
-from envs.spec import load_cluster
+from envs.spec import ClusterSpec, load_cluster
 from envs.state import (
     CLUSTER_PARAMETERS,
     DECODE_PARAMETERS,
@@ -247,6 +247,24 @@ def test_a_disk_needs_room_in_the_tables() -> None:
     simulator.begin(0)
     with pytest.raises(RuntimeError, match="made without a disk tier"):
         simulator.observe(0)
+
+
+@pytest.mark.parametrize("blocks", [1 << 31, (1 << 32) + 1, 1 << 41])
+def test_no_disk_is_too_large(blocks: int) -> None:
+    trace = load_trace("builtin:conversation")
+    node = {"hardware": "a800x8-llama2-70b", "device_kv_tokens": 50_000, "host_kv_tokens": 100_000}
+    decode = {"count": 2, "hardware": "a800x8-llama2-70b"}
+    pools = {"prefill": [{"count": 2, **node, "disk_kv_tokens": 512 << 30}], "decode": [decode]}
+    parameters = ClusterSpec.model_validate(pools).parameters()
+    reused = []
+    for disk_blocks in (1 << 30, blocks):
+        parameters.prefill["disk_blocks"] = disk_blocks
+        simulator = Simulator.for_trace(parameters, trace)
+        policy = make_policy("cache_aware")
+        policy.reset(1, 0)
+        policy.replay(simulator)
+        reused.append(int(simulator.outcomes(0)["reused_tokens"].sum()))
+    assert reused[0] == reused[1] > 0
 
 
 def test_windows_that_do_not_fit_are_refused() -> None:
