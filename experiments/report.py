@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .experiment import Outcome, Row, Within
+from .experiment import Outcome, Row, Setting, Within
 from .parameters import Parameters
 from .sensitivity import Flip
 
@@ -97,10 +97,11 @@ def print_flips(flips: Sequence[Flip]) -> None:
         print("  none")
 
 
-def as_json(outcomes: Sequence[Outcome], parameters: Parameters) -> str:
-    """`{"rows": [{experiment, quantity, ours, paper, tolerance, holds, fitted}]}`.
+def as_json(outcomes: Sequence[Outcome], setting: Setting, flips: Sequence[Flip] | None = None) -> str:
+    """`{"rows": [...], "traces": {experiment: {trace: origin}}, "quick": bool, "flips": [...] or null}`.
 
-    `tolerance` is a number where ours may differ from the paper's by so much, else text (`>= 0.95`); null with `holds`.
+    A row: `{experiment, quantity, ours, paper, tolerance, holds, fitted}`; `tolerance` is a number where ours may
+    differ from the paper's by so much, else text (`>= 0.95`); null with `holds`. A flip: the fields of `Flip`.
     """
     rows = [
         {
@@ -110,12 +111,18 @@ def as_json(outcomes: Sequence[Outcome], parameters: Parameters) -> str:
             "paper": None if row.paper is None else _finite(row.paper),
             "tolerance": _tolerance(row),
             "holds": row.holds,
-            "fitted": outcome.experiment.name in parameters.fitted_on,
+            "fitted": outcome.experiment.name in setting.parameters.fitted_on,
         }
         for outcome in outcomes
         for row in outcome.result.rows
     ]
-    return json.dumps({"rows": rows}, indent=1)
+    document = {
+        "rows": rows,
+        "traces": {outcome.experiment.name: outcome.origins for outcome in outcomes},
+        "quick": setting.quick,
+        "flips": None if flips is None else [flip._asdict() for flip in flips],
+    }
+    return json.dumps(document, indent=1)
 
 
 def _finite(value: float) -> float | None:

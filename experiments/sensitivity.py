@@ -1,6 +1,6 @@
 """Which verdicts rest on what the papers leave out: each number is halved and doubled, and everything run again.
 
-On quick inputs, as everything runs some forty times.
+Quick, as everything runs some forty times and pictures are not drawn.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from typing import Any
 import matplotlib.image
 import pytest
 
-from experiments import __main__ as command
-from experiments import page
+from experiments import command, page
 from experiments.experiment import (
     Between,
     Experiment,
@@ -73,7 +72,9 @@ def test_json_has_the_rows_and_nothing_else(cli: Run) -> None:
     code, out, errors = cli("--all", "--json", "-")
     document = json.loads(out)
     assert code == 0
-    assert list(document) == ["rows"]
+    assert list(document) == ["rows", "traces", "quick", "flips"]
+    assert document["traces"] == {"fast_fig15_pd_ratio": {}, "arxiv_fig02_x": {}}
+    assert (document["quick"], document["flips"]) == (False, None)
     assert [list(row) for row in document["rows"]] == [KEYS] * 4
     assert [tuple(row.values())[1:] for row in document["rows"]] == [
         ("good", 1.0, 1.0, 0.1, True, True),
@@ -122,6 +123,12 @@ def test_check_fails_when_a_row_does_not_hold(cli: Run) -> None:
         (["--all", "--jobs", "0"], "expected 1 or more"),
         (["--all", "--traces", "/nowhere"], "expected a folder"),
         (["--all", "--json", "/nowhere/x.json"], "a folder that exists"),
+        (["--all", "--json", "/"], "--json /: cannot be written"),
+        (["--all", "--json", "/proc/x.json"], "--json /proc/x.json: cannot be written"),
+        (["--all", "--json", ""], "expected a file, or -"),
+        (["--list", "arxiv_fig02_x"], "expected no NAME"),
+        (["--list", "--json", "-"], "no --json"),
+        (["fast_fig15"], "did you mean fast_fig15_pd_ratio?"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(cli: Run, arguments: list[str], message: str) -> None:
@@ -130,6 +137,72 @@ def test_bad_input_is_one_line_and_code_2(cli: Run, arguments: list[str], messag
     assert errors.startswith("error: ")
     assert errors.count("\n") == 1
     assert message in errors
+
+
+@pytest.mark.usefixtures("two")
+def test_what_an_earlier_run_wrote_is_kept_until_there_is_something_new(cli: Run, tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text("old")
+    assert cli("nosuch", "--json", file)[0] == 2
+    assert file.read_text() == "old"
+    command.check_writable(file)
+    command.check_writable(tmp_path / "new.json")
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["old"]
+
+
+def test_what_goes_wrong_inside_an_experiment_is_one_line(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    faulty = Experiment("fast_fig1_x", "", "", lambda setting: Result([Row("x", 1 / len(setting.origins))]))
+    monkeypatch.setattr(command, "experiments", lambda: {faulty.name: faulty})
+    code, out, errors = cli("--all")
+    assert (code, out) == (2, "")
+    assert errors == (
+        "error: experiment fast_fig1_x: ZeroDivisionError: division by zero (--debug shows the traceback)\n"
+    )
+    with pytest.raises(command.ExperimentError) as told:
+        cli("--all", "--debug")
+    assert isinstance(told.value.__cause__, ZeroDivisionError)
+
+
+def test_json_has_the_flips(cli: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def go(setting: Setting) -> Result:
+        return Result([Row("theta", setting.parameters.balancing_threshold.value, 0, Between(high=2))])
+
+    theta = Experiment("fast_fig1_x", "", "", go)
+    monkeypatch.setattr(command, "experiments", lambda: {theta.name: theta})
+    _, out, _ = cli("--all", "--quick", "--sensitivity", "--json", "-")
+    document = json.loads(out)
+    assert document["quick"] is True
+    assert document["flips"] == [
+        {
+            "parameter": "balancing_threshold",
+            "value": "x 2",
+            "experiment": "fast_fig1_x",
+            "quantity": "theta",
+            "change": "holds no more",
+        }
+    ]
+
+
+@pytest.mark.parametrize("options", [["--json", "-"], ["--traces", "."]])
+def test_stand_ins_are_told_once_each(
+    cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asking = [
+        Experiment(f"fast_fig{i}_x", "", "", lambda setting: Result([Row("x", setting.trace("synthetic").n_requests)]))
+        for i in (1, 2)
+    ]
+    monkeypatch.setattr(command, "experiments", lambda: {e.name: e for e in asking})
+    code, out, errors = cli("--all", *options)
+    assert code == 0
+    assert [line for line in errors.splitlines() if line.startswith("warning: ")] == [
+        f"warning: no synthetic_trace.jsonl in {'data' if '--json' in options else '.'}: a stand-in was used"
+    ]
+    if "--json" in options:
+        origins = json.loads(out)["traces"]
+        assert list(origins) == ["fast_fig1_x", "fast_fig2_x"]
+        assert all(text.startswith("stand-in builtin:synthetic") for text in origins["fast_fig2_x"].values())
+    assert not [line for line in cli("--all")[2].splitlines() if line.startswith("warning: ")]
 
 
 def test_a_trace_file_that_cannot_be_read_is_one_line(cli: Run, tmp_path: Path) -> None:
@@ -176,6 +249,20 @@ def test_list_and_help(cli: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert "examples:" in capsys.readouterr().out
 
 
+def test_ctrl_c_while_importing_is_quiet() -> None:
+    interrupted = """
+import runpy, sys
+class CtrlC:
+    def find_spec(self, name, *_):
+        if name == "traces.trace":
+            raise KeyboardInterrupt
+sys.meta_path.insert(0, CtrlC())
+runpy.run_module("experiments", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", interrupted], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 # --- on the real ones ----------------------------------------------------------------------------
 
 
@@ -211,7 +298,7 @@ def outcomes_of(names: list[str], traces: Path) -> list[Outcome]:
 
 def test_results_are_the_same_every_time(real_traces: Path) -> None:
     name = ["fast_fig15_pd_ratio"]
-    once, again = (as_json(outcomes_of(name, real_traces), Parameters.load()) for _ in range(2))
+    once, again = (as_json(outcomes_of(name, real_traces), Setting()) for _ in range(2))
     assert once == again
 
 

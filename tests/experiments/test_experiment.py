@@ -296,8 +296,15 @@ def test_the_papers_numbers_are_as_they_were_read(paper_series: Path) -> None:
                 assert ours["measured"]["toolagent"]["LRU"] == values
             elif key == "capacities":
                 assert ours[key] == [float(value) for value in values]
+            elif figure == "arxiv_fig11_12":
+                assert ours[key] == {name: _rising(points) for name, points in values.items()}, key
             else:
                 assert ours[key] == values, (figure, key)
+
+
+def _rising(points: list[list[float]]) -> list[list[float]]:
+    """A line without its last point where that goes back in x, which is not of the line."""
+    return points if points[-1][0] > points[-2][0] else points[:-1]
 
 
 def test_every_experiment_has_a_title_and_says_what_the_paper_did() -> None:
