@@ -12,40 +12,54 @@ from .report import HEADINGS, cells, number, origins, summary, verdicts
 from .sensitivity import Flip
 
 SENSITIVITY = "## Sensitivity"
+WRITES_ALL = "python -m experiments --all --write --sensitivity --traces data"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
-INTRODUCTION = """# The papers, reproduced
+INTRODUCTION = f"""# The papers, reproduced
 
 Every table and figure of Mooncake's papers that the simulator can be held to: ours beside the paper's. *arXiv* is
 [2407.00079](https://arxiv.org/abs/2407.00079), *FAST* the FAST'25 paper. Written by
 
 ```console
-$ python -m experiments --all --write --sensitivity --traces data
+$ {WRITES_ALL}
 ```
 
 A row *holds* where ours lies within the tolerance; rows without one are context. A row is *fitted* where a
 parameter was fitted on its figure, else *predicted*. In pictures, lines and bars are ours and points are the paper's.
+What the sections and their remarks say is of the released traces and of the parameters below: with stand-ins or other
+parameters, the tables may say otherwise.
 """
 
 
 def write(outcomes: Sequence[Outcome], parameters: Parameters, flips: Sequence[Flip] | None, docs: Path) -> Path:
     """Write the page and its pictures into a folder; returns the page. Pictures of no experiment are removed.
 
-    Without `flips`, which take long to find, the page keeps the sensitivity table it has.
+    All is drawn before the first file is replaced. Without `flips`, which take long to find, the page keeps the
+    sensitivity table it has.
     """
-    pictures = docs / "reproduction"
-    pictures.mkdir(parents=True, exist_ok=True)
-    for old in pictures.glob("*.png"):
-        old.unlink()
+    page, pictures = docs / "reproduction.md", docs / "reproduction"
+    drawn = {
+        pictures / f"{outcome.experiment.name}.png": draw(outcome.result)
+        for outcome in outcomes
+        if outcome.result.panels
+    }
     parts = [INTRODUCTION, _overview(outcomes), _failures(outcomes, parameters), _parameters(parameters)]
-    page = docs / "reproduction.md"
     parts.append(_kept_sensitivity(page) if flips is None else _sensitivity(flips))
-    for outcome in outcomes:
-        parts.append(_section(outcome, parameters))
-        if outcome.result.panels:
-            (pictures / f"{outcome.experiment.name}.png").write_bytes(draw(outcome.result))
-    page.write_text("\n".join(filter(None, parts)))
+    parts += [_section(outcome, parameters) for outcome in outcomes]
+    pictures.mkdir(parents=True, exist_ok=True)
+    for file, picture in drawn.items():
+        _replace(file, picture)
+    _replace(page, "\n".join(filter(None, parts)).encode())
+    for file in set(pictures.glob("*.png")) - set(drawn):
+        file.unlink()
     return page
+
+
+def _replace(file: Path, content: bytes) -> None:
+    """At no time is there half a file."""
+    temporary = file.with_name(f"{file.name}.new")
+    temporary.write_bytes(content)
+    temporary.replace(file)
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -64,7 +78,8 @@ def _overview(outcomes: Sequence[Outcome]) -> str:
             (f"[{name}](#{name})", outcome.experiment.title, *(str(counts[key]) for key in (True, False, None)))
         )
     table = _table(("experiment", "", "hold", "do not hold", "context"), rows)
-    return f"{table}\n{summary(outcomes)}.\n"
+    context = "Rows of context have no tolerance: they count as neither, and may differ widely from the paper's."
+    return f"{table}\n{summary(outcomes)}. {context}\n"
 
 
 def _failures(outcomes: Sequence[Outcome], parameters: Parameters) -> str:
@@ -74,7 +89,8 @@ def _failures(outcomes: Sequence[Outcome], parameters: Parameters) -> str:
         for row in outcome.result.rows
         if row.holds is False
     ]
-    return "## What does not hold\n\nThe sections of the experiments say why.\n\n" + _table(("", *HEADINGS), rows)
+    text = "The sections of the experiments say what is known of why."
+    return f"## What does not hold\n\n{text}\n\n" + _table(("", *HEADINGS), rows)
 
 
 def _fitted(outcome: Outcome, parameters: Parameters) -> bool:
@@ -104,18 +120,24 @@ def _sensitivity(flips: Sequence[Flip]) -> str:
         which = (f"`{flip.parameter}`", flip.value, flip.experiment, flip.change)
         quantities.setdefault(which, []).append(flip.quantity)
     rows = [(*which, "; ".join(changed)) for which, changed in quantities.items()]
-    return (
-        f"{SENSITIVITY}\n\nVerdicts that change when one parameter is halved or doubled, or chosen otherwise; on quick "
-        "inputs.\n\n"
-        + (_table(("parameter", "is then", "experiment", "verdict", "quantities"), rows) if rows else "None.\n")
-    )
+    table = _table(("parameter", "is then", "experiment", "verdict", "quantities"), rows) if rows else "None.\n"
+    return _sensitivity_of(table, f"Found with this page, by `{WRITES_ALL}`, for the parameters above.")
+
+
+def _sensitivity_of(table: str, found: str) -> str:
+    text = "Verdicts that change when one parameter is halved or doubled, or chosen otherwise."
+    return f"{SENSITIVITY}\n\n{text}\n{found}\n\n{table}"
 
 
 def _kept_sensitivity(page: Path) -> str:
-    """The section of a page as it was last written with one."""
+    """The section with the table of the page as it was last written with one, and that it is older than the rest."""
     text = page.read_text() if page.is_file() else ""
     start = text.find(f"{SENSITIVITY}\n")
-    return "" if start < 0 else text[start:].partition("\n## ")[0]
+    if start < 0:
+        return ""
+    table = text[start:].partition("\n## ")[0].rstrip().rpartition("\n\n")[2]
+    found = f"Kept from an earlier run of `{WRITES_ALL}`: it may be of other parameters than those above."
+    return _sensitivity_of(f"{table}\n", found)
 
 
 def _section(outcome: Outcome, parameters: Parameters) -> str:

@@ -229,11 +229,39 @@ def test_the_page_and_its_pictures(cli: Run, tmp_path: Path, monkeypatch: pytest
     pictures = list((tmp_path / "reproduction").iterdir())
     assert [picture.name for picture in pictures] == ["arxiv_fig02_x.png"]
     assert "(reproduction/arxiv_fig02_x.png)" in text
-    assert cli("--all", "--write")[0] == 0
-    assert (tmp_path / "reproduction.md").read_text() == text  # the sensitivity table, too
+    found = "Found with this page, by `python -m experiments --all --write --sensitivity"
+    assert found in text
+    assert "2 rows hold, 1 do not hold, 1 are context. Rows of context have no tolerance" in text
+    for _ in range(2):
+        assert cli("--all", "--write")[0] == 0
+        kept = (tmp_path / "reproduction.md").read_text()
+        assert [line for line in kept.splitlines() if line.startswith("Kept from an earlier run")] != []
+        assert found not in kept
+        without = [
+            [line for line in page_text.splitlines() if not line.startswith(("Found with", "Kept from"))]
+            for page_text in (text, kept)
+        ]
+        assert without[0] == without[1]  # the sensitivity table, too
     pixels = matplotlib.image.imread(pictures[0])
     assert pixels.shape[1] > 2 * pixels.shape[0]  # two panels side by side
     assert (pixels[0, 0, :3] == 1).all()  # on white, for dark pages too
+
+
+@pytest.mark.usefixtures("two")
+def test_a_picture_that_cannot_be_drawn_leaves_all_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = tmp_path / "reproduction" / "arxiv_fig02_x.png"
+    old.parent.mkdir()
+    old.write_bytes(b"old")
+
+    def draw(result: Result) -> bytes:
+        raise RuntimeError("no canvas")
+
+    monkeypatch.setattr(page, "DOCS", tmp_path)
+    monkeypatch.setattr(page, "draw", draw)
+    with pytest.raises(RuntimeError, match="no canvas"):
+        command.main(["--all", "--write"])
+    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [old]
+    assert old.read_bytes() == b"old"
 
 
 @pytest.mark.usefixtures("two")
