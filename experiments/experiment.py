@@ -186,7 +186,8 @@ class TraceShelf:
                 if file.is_file():
                     return _read(file, RELEASED[name])
                 if file.exists() or file.is_symlink():
-                    raise TraceError("a folder, or a link to nothing", expected="a file", file=file)
+                    found = "a folder" if file.is_dir() else "a link to nothing, or a special file"
+                    raise TraceError(found, expected="a file", file=file)
         self.stand_ins.append(name)
         stand_in = f"builtin:{name}"
         return _Loaded(traces.load(stand_in), f"stand-in {stand_in}, synthesised: the released file is not at hand")

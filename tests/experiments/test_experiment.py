@@ -125,8 +125,8 @@ def test_a_name_that_is_no_file_is_no_reason_for_a_stand_in(tmp_path: Path) -> N
     (tmp_path / "conversation_trace.jsonl").mkdir()
     (tmp_path / "mooncake_synthetic_trace.jsonl.gz").symlink_to(tmp_path / "nothing")
     setting = Setting(shelf=TraceShelf(tmp_path))
-    for name in ("conversation", "synthetic"):
-        with pytest.raises(TraceError, match=f"{name}_trace.jsonl.*expected a file"):
+    for name, found in {"conversation": "a folder", "synthetic": "a link to nothing"}.items():
+        with pytest.raises(TraceError, match=f"{name}_trace.jsonl.*: {found}.*; expected a file"):
             setting.trace(name)
 
 
