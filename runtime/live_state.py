@@ -481,6 +481,9 @@ class LiveState:
             self.fetching[reservation.prefill] -= reservation.fetching
             self._kernels.flow(self._at, reservation.holder, reservation.prefill, reservation.fetch_bytes, math.inf, -1)
             reservation.fetching = 0
+            p = reservation.prefill
+            if self.pipelined[p] and self.running[p] is reservation:  # it was held up, see `_step`
+                self._step_at(reservation, max(float(self._now_s[0]), float(self.prefill["running_end_s"][p])))
 
     def prefill_done(self, reservation: Reservation, at_s: float) -> None:
         """Its first token is out; its blocks are where KV events say."""
@@ -697,9 +700,9 @@ class LiveState:
             self.finished(reservation, at_s)
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
-        """Its next step, unless its lease ends before."""
+        """Its next step; where nobody reports, and so renews its lease, no later than that ends."""
         reservation.due_s = due_s
-        self._schedule(reservation, due_s if due_s < reservation.expires_s else reservation.expires_s)
+        self._schedule(reservation, due_s if reservation.reported else min(due_s, reservation.expires_s))
 
     def _schedule(self, reservation: Reservation, due_s: float) -> None:
         self._steps_made += 1
