@@ -341,7 +341,7 @@ HOLDS = {  # rows that must hold, by the start of their quantity: what the issue
     "fast_fig08_prefill_time": ["conversation s", "toolagent s", "synthetic s, vllm"],
     "fast_fig09_hit_by_capacity": ["conversation", "synthetic", "all"],
     "fast_fig10_local_global": [""],
-    "fast_fig13_bandwidth": [""],
+    "fast_fig13_bandwidth": ["with transfer, 100 over 400"],
     "fast_fig15_pd_ratio": ["P of", "effective"],
 }
 
