@@ -35,6 +35,7 @@ def random_case(seed: int) -> Case:
     decode = [_decode(rng) for _ in range(rng.randint(1, 4))]
     requests = _requests(rng, cluster["block_tokens"], tight)
     _eviction(random.Random(f"eviction of {seed}"), cluster, prefill)
+    requests = _unchained(random.Random(f"chains of {seed}"), requests)
     return cluster, prefill, decode, requests, random.Random(rng.random())
 
 
@@ -105,6 +106,16 @@ def _decode(rng: random.Random) -> dict[str, Any]:
         "kv_capacity_tokens": rng.choice((rng.randint(60, 200), rng.randint(150, 900))),
         "max_batch": rng.choice((1, 2, 3, 8)),
     }
+
+
+def _unchained(rng: random.Random, requests: list[Request]) -> list[Request]:
+    """Now and then, block ids that are no hashes of prefixes: any may follow any."""
+    if rng.random() > 0.12:
+        return requests
+    pool = range(rng.choice((16, 30, 60)))
+    return [
+        Request(r.arrival_s, r.input_tokens, r.output_tokens, rng.sample(pool, len(r.blocks))) for r in requests
+    ]
 
 
 def _requests(rng: random.Random, block_tokens: int, tight: bool) -> list[Request]:

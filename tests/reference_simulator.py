@@ -679,7 +679,7 @@ class ReferenceCluster:
         elif job.fetch_landed:
             k = _leading(blocks, node.resident | node.disk)
         else:
-            k = _leading(blocks, node.resident | node.disk | set(job.in_transfer))
+            k = _leading(blocks, node.resident | node.disk | node.arriving & set(blocks[job.local_k : job.hit]))
         if k > job.hit and job.source != "recompute":
             self.seen["more resident at the start than the hit"] += 1
         if k < job.hit:
@@ -740,10 +740,13 @@ class ReferenceCluster:
             return
         # Section "Start of a prefill", "A fetch that lands".
         node, holder = self.prefill[job.prefill], self.prefill[job.holder]
-        for block in job.in_transfer:
-            node.arriving.remove(block)
-            node.resident.add(block)
-            node.pending.discard(block)
+        for block in job.request.blocks[job.local_k : job.hit]:
+            if block in node.arriving:
+                if block not in job.in_transfer:
+                    self.seen["a block lands with another request's fetch"] += 1
+                node.arriving.remove(block)
+                node.resident.add(block)
+                node.pending.discard(block)
         holder.unpin(job.holder_pins)
         holder.release(job.holder_pins)
         job.holder_pins = []
@@ -1111,8 +1114,8 @@ class ReferenceCluster:
         for block in node.resident | node.disk:
             assert block in pins or block in node.released, "an unpinned block was never released"
         fetching = [job for job in self.in_flight if job.prefill == p and not job.fetch_landed]
-        arriving = [block for job in fetching for block in job.in_transfer]
-        assert sorted(arriving) == sorted(node.arriving), "blocks in transfer do not add up"
+        arriving = {block for job in fetching for block in job.in_transfer}
+        assert arriving - node.resident == node.arriving - node.resident, "blocks in transfer do not add up"
         assert all(block in pins for block in arriving), "a pinned block is missing"
         assert (node.running is not None) or not node.queue, "an idle instance has a queue"
         if node.running is not None and node.running.free_s is not None:

@@ -890,7 +890,7 @@ def test_structured_records_work_as_well_as_dictionaries() -> None:
 def test_random_cases_take_every_branch() -> None:
     """Across 200 seeds every branch of docs/physics.md is taken (the last few are rare).
 
-    Not drawn at random: a fetch range with a block that is resident or in transfer already. Each has a test of its own.
+    Not asked for here: a fetch range with a block that is resident or in transfer already. Each has a test of its own.
     """
     seen: Counter[str] = Counter()
     for seed in range(200):
@@ -953,6 +953,7 @@ def test_random_cases_take_every_branch() -> None:
         "wait for max_batch",
     )
     rare = (
+        "a block lands with another request's fetch",
         "computed while in transfer for another",
         "more resident at the start than the hit",
     )
