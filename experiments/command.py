@@ -16,10 +16,11 @@ from traces import TraceError
 from traces.command import EXIT_BAD_INPUT
 
 from . import page, report
-from .experiment import Experiment, Outcome, Setting, TraceShelf, experiments, run
+from .experiment import DOWNLOADED, Experiment, Outcome, Setting, TraceShelf, experiments, run
 from .sensitivity import Flip, sensitivity
 
 EXIT_DOES_NOT_HOLD = 1
+BESIDE = Path("../shared/traces")  # where a checkout may have traces beside it
 
 DESCRIPTION = """The tables and figures of Mooncake's papers, ours beside theirs.
 
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
         "--traces",
         metavar="DIR",
         type=Path,
-        help="folder with the released traces (default: data in the current folder, where downloads go)",
+        help="folder with the released traces (default: data, where downloads go, or else ../shared/traces)",
     )
     add(
         "--jobs", metavar="N", type=int, default=min(8, os.cpu_count() or 1), help="experiments at a time (%(default)s)"
@@ -188,6 +189,11 @@ def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int
     return [outcomes[experiment.name] for experiment in wanted]
 
 
+def _traces_at_hand() -> Path | None:
+    """Where released traces are, if anywhere."""
+    return next((folder for folder in (DOWNLOADED, BESIDE) if folder.is_dir()), None)
+
+
 def command(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.names or arguments.json is not None:
@@ -207,7 +213,7 @@ def command(arguments: argparse.Namespace) -> int:
         if not Path(arguments.json).resolve().parent.is_dir():
             raise ExperimentError(f"--json {arguments.json}: expected a file in a folder that exists")
         check_writable(Path(arguments.json))
-    setting = Setting(quick=arguments.quick, shelf=TraceShelf(arguments.traces))
+    setting = Setting(quick=arguments.quick, shelf=TraceShelf(arguments.traces or _traces_at_hand()))
 
     def runs(these: Sequence[Experiment], under: Setting, what: str) -> list[Outcome]:
         return run_all(these, under, what, arguments.jobs)
