@@ -220,8 +220,7 @@ def replay_compiled(name: str, setting: Setting, load: float, seed: int) -> Repl
     if getattr(_own, "setting", None) is not setting:
         _own.setting, _own.simulator = setting, setting.simulator()
     simulator: Simulator = _own.simulator
-    simulator.load(0, setting.part.traces[seed], speed=load)
-    simulator.begin(0, recheck=policy.recheck)
+    simulator.load(0, setting.part.traces[seed], speed=load, recheck=policy.recheck)
     policy.replay(simulator, 0)
     return setting.replay_of(simulator, 0)
 
@@ -237,8 +236,7 @@ def replay_stepped(
     simulator = setting.simulator(len(runs))
     call(policy, name, "reset", len(runs), runs[0][1])
     for c, (load, seed) in enumerate(runs):
-        simulator.load(c, setting.part.traces[seed], speed=load)
-        simulator.begin(c, recheck=policy.recheck)
+        simulator.load(c, setting.part.traces[seed], speed=load, recheck=policy.recheck)
         simulator.observe(c)
     done = np.zeros(len(runs), np.bool_)
     observation = read_only(simulator.observation_tables)
@@ -296,8 +294,7 @@ def stored_observations(setting: Setting) -> Observation:
     policy = make_policy("conductor+none")
     assert isinstance(policy, CompiledPolicy)
     simulator = setting.simulator()
-    simulator.load(0, setting.part.traces[0])
-    simulator.begin(0, recheck=False)
+    simulator.load(0, setting.part.traces[0], recheck=False)
     gap = setting.part.traces[0].n_requests // OBSERVATIONS
     kept: list[list[np.ndarray]] = []
     while len(kept) < OBSERVATIONS and simulator.observe(0):

@@ -115,8 +115,7 @@ def main() -> None:
 
     def begin() -> None:
         policy.reset(1, 0)
-        simulator.load(0, trace, speed=options.load)
-        simulator.begin(0, recheck=policy.recheck)
+        simulator.load(0, trace, speed=options.load, recheck=policy.recheck)
 
     taken = seconds(lambda: policy.replay(simulator), before=begin, runs=options.runs)
     count = min(options.reference_requests, trace.n_requests)

@@ -27,8 +27,7 @@ def replay_seconds(trace: Trace, cluster: str, policy_name: str, speed: float, r
 
     def begin() -> None:
         policy.reset(1, 0)
-        simulator.load(0, trace, speed=speed)
-        simulator.begin(0, recheck=policy.recheck)
+        simulator.load(0, trace, speed=speed, recheck=policy.recheck)
 
     return median(seconds(lambda: policy.replay(simulator), before=begin, runs=runs))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import resources
+from typing import Annotated
 
 import numpy as np
 import yaml
 from numpy.typing import ArrayLike
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, PositiveFloat
 
-MOST_TOKENS = 1 << 50  # of any count in a description: what is more is a slip, and would not fit the kernels
+# Counts in a description: more than 2^50 is a slip, and would not fit the kernels.
+Count = Annotated[int, Field(ge=0, le=1 << 50)]
+PositiveCount = Annotated[int, Field(gt=0, le=1 << 50)]
 
 
 class _Strict(BaseModel):
@@ -23,9 +26,8 @@ class PrefillTimes(_Strict):
     base_s: NonNegativeFloat
     linear_s: PositiveFloat
     quadratic_s: NonNegativeFloat = 0.0
-    chunk_tokens: PositiveInt = Field(
+    chunk_tokens: PositiveCount = Field(
         default=8192,
-        le=MOST_TOKENS,
         description="an instance of several nodes works on as many chunks at once: with 8,192 (more than 1,000 in the "
         "paper, which gives no number) only inputs above that gain",
     )
@@ -52,12 +54,12 @@ class HardwareProfile(_Strict):
     nic_bytes_per_s: PositiveFloat = Field(description="RDMA, each direction")
     h2d_bytes_per_s: PositiveFloat = Field(description="host to device, for a cached prefix")
     join_bytes_per_s: PositiveFloat = Field(description="host to device, for a request that joins a decode batch")
-    device_kv_tokens: int = Field(ge=0, le=MOST_TOKENS, description="KV a prefill node caches in VRAM")
-    host_kv_tokens: int = Field(ge=0, le=MOST_TOKENS, description="KV a prefill node caches in DRAM")
-    disk_kv_tokens: int = Field(default=0, ge=0, le=MOST_TOKENS, description="KV a prefill node keeps on disk; 0: none")
+    device_kv_tokens: Count = Field(description="KV a prefill node caches in VRAM")
+    host_kv_tokens: Count = Field(description="KV a prefill node caches in DRAM")
+    disk_kv_tokens: Count = Field(default=0, description="KV a prefill node keeps on disk; 0: none")
     disk_bytes_per_s: PositiveFloat = Field(default=6e9, description="reading from disk")
-    decode_kv_tokens: PositiveInt = Field(le=MOST_TOKENS, description="KV a decode node has VRAM for")
-    max_batch: PositiveInt = Field(default=256, le=MOST_TOKENS, description="sequences in a decode batch")
+    decode_kv_tokens: PositiveCount = Field(description="KV a decode node has VRAM for")
+    max_batch: PositiveCount = Field(default=256, description="sequences in a decode batch")
 
 
 @cache

@@ -271,8 +271,18 @@ class Simulator:
         tables: list[Any] = [*self.batch.state, *self.batch[1:], *self.observation_tables]
         return int(sum(table.nbytes for table in tables)) // self.clusters
 
-    def load(self, cluster: int, trace: Trace, first: int = 0, last: int | None = None, *, speed: float = 1.0) -> None:
-        """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0; begin.
+    def load(
+        self,
+        cluster: int,
+        trace: Trace,
+        first: int = 0,
+        last: int | None = None,
+        *,
+        speed: float = 1.0,
+        recheck: bool | None = None,
+    ) -> None:
+        """Give a cluster the requests first .. last - 1 of `trace`, arriving `speed` times as fast, from time 0, and
+        `begin`.
 
         Raises:
             ValueError: the trace's blocks do not fit the spec, or the window does not fit the simulator's sizes.
@@ -308,7 +318,7 @@ class Simulator:
         if self._load is None:
             self._load = entry_point(_replay.load, *arguments)
         self._load(*arguments)
-        self.begin(cluster)
+        self.begin(cluster, recheck=recheck)
 
     def _check_room(self, trace: Trace, runs: Runs, first: int, last: int) -> None:
         references, distinct, blocks = runs.counts(first, last)

@@ -22,7 +22,7 @@ from pydantic import (
     model_validator,
 )
 
-from .hardware import MOST_TOKENS, DecodeTimes, HardwareProfile, PrefillTimes, profiles
+from .hardware import Count, DecodeTimes, HardwareProfile, PositiveCount, PrefillTimes, profiles
 from .state import (
     CLUSTER_PARAMETERS,
     COUPLED_CLUSTER,
@@ -46,7 +46,7 @@ class _Strict(BaseModel):
 class ModelSize(_Strict):
     """The served model, as far as its KV goes. Default: LLaMA2-70B (paper A3)."""
 
-    layers: PositiveInt = Field(default=80, le=MOST_TOKENS)
+    layers: PositiveCount = 80
     kv_bytes_per_token: PositiveFloat = 327_680.0
 
 
@@ -110,12 +110,10 @@ class PrefillPool(Pool):
     )
     times: PrefillTimes | None = None
     h2d_bytes_per_s: PositiveFloat | None = None
-    device_kv_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
-    host_kv_tokens: int | None = Field(default=None, ge=0, le=MOST_TOKENS)
-    disk_kv_tokens: int | None = Field(
+    device_kv_tokens: Count | None = None
+    host_kv_tokens: Count | None = None
+    disk_kv_tokens: Count | None = Field(
         default=None,
-        ge=0,
-        le=MOST_TOKENS,
         description="KV a node keeps on disk that its host tier evicted; 0: none",
     )
     disk_bytes_per_s: PositiveFloat | None = Field(default=None, description="reading from disk, of each node")
@@ -127,8 +125,8 @@ class DecodePool(Pool):
     _times_of: ClassVar[str] = "decode"
     times: DecodeTimes | None = None
     join_bytes_per_s: PositiveFloat | None = None
-    decode_kv_tokens: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
-    max_batch: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
+    decode_kv_tokens: PositiveCount | None = None
+    max_batch: PositiveCount | None = None
 
 
 class _Described(_Strict):
@@ -148,9 +146,7 @@ class ClusterSpec(_Described):
     decode: tuple[DecodePool, ...] = Field(min_length=1)
     model: ModelSize = ModelSize()
     slo: Slo = Slo()
-    block_tokens: PositiveInt = Field(
-        default=512, le=MOST_TOKENS, description="tokens per KV block, that of the traces (paper A3)"
-    )
+    block_tokens: PositiveCount = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
     transfer_latency_s: NonNegativeFloat = Field(default=0.02, description="fixed part of a KV transfer (paper E2)")
     decode_recheck: bool = Field(
         default=True, description="decode nodes check the TBT SLO again when the KV is there (A6.4)"
@@ -260,12 +256,11 @@ class CoupledPool(Nodes):
 
     prefill: PrefillTimes | None = None
     decode: DecodeTimes | None = None
-    decode_kv_tokens: PositiveInt | None = Field(default=None, le=MOST_TOKENS, description="KV a node has VRAM for")
-    max_batch: PositiveInt | None = Field(default=None, le=MOST_TOKENS)
+    decode_kv_tokens: PositiveCount | None = Field(default=None, description="KV a node has VRAM for")
+    max_batch: PositiveCount | None = None
     prefix_cache: bool = Field(default=False, description="reuse prefixes still in VRAM")
-    chunk_tokens: PositiveInt | None = Field(
+    chunk_tokens: PositiveCount | None = Field(
         default=None,
-        le=MOST_TOKENS,
         description="prefill tokens an iteration carries at most; none: prefill blocks decode",
     )
 
@@ -283,9 +278,7 @@ class CoupledSpec(_Described):
     name: str = "coupled"
     coupled: tuple[CoupledPool, ...] = Field(min_length=1)
     slo: Slo = Slo()
-    block_tokens: PositiveInt = Field(
-        default=512, le=MOST_TOKENS, description="tokens per KV block, that of the traces (paper A3)"
-    )
+    block_tokens: PositiveCount = Field(default=512, description="tokens per KV block, that of the traces (paper A3)")
 
     @property
     def n_instances(self) -> int:

@@ -11,7 +11,7 @@ mean changes by half with a few percent of load, so the verdicts are of order an
 from __future__ import annotations
 
 from .experiment import Between, Panel, Result, Row, Series, Setting, Within, paper
-from .schedulers import ROUTERS, box_panel, order_rows, time_rows, ttft_s
+from .schedulers import ROUTERS, box_panel, order_rows, ratio_rows, time_rows, ttft_s
 
 CLUSTER = "8p8d"
 SLO_S = 30.0
@@ -26,19 +26,12 @@ def run(setting: Setting) -> Result:
     means = {router: float(times[router].mean()) for router in ROUTERS}
     theirs = dict(zip(ROUTERS, numbers["mean"]))
     rows = order_rows(means)
-    rows += [
-        Row(
-            f"mean TTFT, {router} / cache_aware",
-            means[router] / means["cache_aware"],
-            theirs[router] / theirs["cache_aware"],
-            tolerance,
-        )
-        for router, tolerance in (
-            ("conductor", Within(0.15)),
-            ("load_balancing", Between(low=3.0)),
-            ("random", Between(low=3.0)),
-        )
-    ]
+    tolerances: dict[str, Within | Between] = {
+        "conductor": Within(0.15),
+        "load_balancing": Between(low=3.0),
+        "random": Between(low=3.0),
+    }
+    rows += ratio_rows(means, theirs, tolerances)
     rows += time_rows(times, numbers)
     rows += [Row(f"share within {SLO_S:.0f} s, {router}", float((times[router] <= SLO_S).mean())) for router in ROUTERS]
     by_speed = {speed: times}

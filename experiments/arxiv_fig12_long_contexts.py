@@ -10,30 +10,14 @@ here, which makes every curve of ours start at 0.1 and 0.2; of which system in t
 
 from __future__ import annotations
 
-from envs.spec import ClusterSpec, CoupledSpec
-
 from .experiment import Result, Setting
-from .rate_sweep import compare, curve, published, rates_of
+from .rate_sweep import sweep
 
 LENGTHS = {"sim16k": "simulated-16k", "sim32k": "simulated-32k", "sim64k": "simulated-64k", "sim128k": "simulated-128k"}
 
 
 def run(setting: Setting) -> Result:
-    parameters = setting.parameters
-    clusters: dict[str, ClusterSpec | CoupledSpec] = {
-        "vLLM-4M": parameters.vllm("4m", max_batch=1),
-        "3P+1D": parameters.mooncake("3p1d"),
-        "2P+2D": parameters.mooncake("2p2d"),
-    }
-    rows, panels = [], []
-    for key, lengths in LENGTHS.items():
-        setting.say(lengths)
-        rates = rates_of(key)
-        ours = {s: curve(setting, lengths, cluster, rates) for s, cluster in clusters.items()}
-        theirs = {s: published(key, s, rates) for s in clusters}
-        more_rows, more_panels = compare(lengths, rates, ours, theirs)
-        rows += more_rows
-        panels += more_panels
+    rows, panels = sweep(setting, LENGTHS, setting.parameters.vllm("4m", max_batch=1))
     return Result(rows, panels, [QUEUE, RUN_LENGTH])
 
 

@@ -9,8 +9,8 @@ ratios have verdicts, seconds have none.
 
 from __future__ import annotations
 
-from .experiment import Between, Result, Row, Setting, Within, paper
-from .schedulers import ROUTERS, box_panel, order_rows, time_rows, ttft_s
+from .experiment import Between, Result, Setting, Within, paper
+from .schedulers import ROUTERS, box_panel, order_rows, ratio_rows, time_rows, ttft_s
 
 CLUSTER = "8p8d"
 
@@ -21,18 +21,11 @@ def run(setting: Setting) -> Result:
     means = {router: float(times[router].mean()) for router in ROUTERS}
     theirs = dict(zip(ROUTERS, numbers["mean"]))
     rows = order_rows(means)
-    rows += [
-        Row(
-            f"mean TTFT, {router} / cache_aware",
-            means[router] / means["cache_aware"],
-            theirs[router] / theirs["cache_aware"],
-            tolerance,
-        )
-        for router, tolerance in (
-            ("conductor", Within(0.08)),
-            ("load_balancing", Between(low=1.25)),
-            ("random", Between(low=3.0)),
-        )
-    ]
+    tolerances: dict[str, Within | Between] = {
+        "conductor": Within(0.08),
+        "load_balancing": Between(low=1.25),
+        "random": Between(low=3.0),
+    }
+    rows += ratio_rows(means, theirs, tolerances)
     rows += time_rows(times, numbers)
     return Result(rows, [box_panel(f"conversation, {CLUSTER}", times, numbers)])

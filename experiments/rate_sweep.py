@@ -35,6 +35,26 @@ class Curve(NamedTuple):
         return len(within) if within.all() else int(np.argmin(within))
 
 
+def sweep(setting: Setting, lengths: Mapping[str, str], vllm: CoupledSpec) -> tuple[list[Row], list[Panel]]:
+    """Rows and panels of vLLM, 3P + 1D and 2P + 2D on sets of lengths, by their names in paper.yaml."""
+    clusters: dict[str, ClusterSpec | CoupledSpec] = {
+        "vLLM-4M": vllm,
+        "3P+1D": setting.parameters.mooncake("3p1d"),
+        "2P+2D": setting.parameters.mooncake("2p2d"),
+    }
+    rows: list[Row] = []
+    panels: list[Panel] = []
+    for key, name in lengths.items():
+        setting.say(name)
+        rates = rates_of(key)
+        ours = {system: curve(setting, name, cluster, rates) for system, cluster in clusters.items()}
+        theirs = {system: published(key, system, rates) for system in clusters}
+        more_rows, more_panels = compare(name, rates, ours, theirs)
+        rows += more_rows
+        panels += more_panels
+    return rows, panels
+
+
 def curve(setting: Setting, lengths: str, cluster: ClusterSpec | CoupledSpec, rates: Sequence[float]) -> Curve:
     """Ours, for a set of lengths sent as a Poisson process at each rate."""
     requests = round(setting.parameters.requests_per_rate.value)

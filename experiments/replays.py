@@ -33,8 +33,7 @@ def started(cluster: ClusterSpec, trace: Trace, policy: str, *, speed: float = 1
     assert isinstance(decider, CompiledPolicy)
     decider.reset(1, 0)
     simulator = Simulator.with_room(cluster, trace)
-    simulator.load(0, trace, speed=speed)
-    simulator.begin(0, recheck=decider.recheck)
+    simulator.load(0, trace, speed=speed, recheck=decider.recheck)
     return simulator, decider
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ from numpy.typing import NDArray
 
 from traces import Trace
 
-from .experiment import Panel, Row, Series, Setting, Within
+from .experiment import Between, Panel, Row, Series, Setting, Within
 from .replays import replay
 
 ROUTERS = ("conductor", "cache_aware", "load_balancing", "random")
@@ -32,6 +33,21 @@ def order_rows(means: dict[str, float]) -> list[Row]:
     return [
         Row(f"place by mean TTFT, {router}", order.index(router) + 1, i, Within())
         for i, router in enumerate(ROUTERS, 1)
+    ]
+
+
+def ratio_rows(
+    means: dict[str, float], theirs: dict[str, float], tolerances: Mapping[str, Within | Between]
+) -> list[Row]:
+    """Mean TTFT of some schedulers over that of cache-aware."""
+    return [
+        Row(
+            f"mean TTFT, {router} / cache_aware",
+            means[router] / means["cache_aware"],
+            theirs[router] / theirs["cache_aware"],
+            tolerance,
+        )
+        for router, tolerance in tolerances.items()
     ]
 
 

@@ -29,8 +29,7 @@ def goodput(
     clusters = [(load, first) for load in loads for first in range(0, windows * length, length)]
     simulator = Simulator.with_room(spec, trace, clusters=len(clusters), requests=length)
     for c, (load, first) in enumerate(clusters):
-        simulator.load(c, trace, first, first + length, speed=load)
-        simulator.begin(c, recheck=policy.recheck)
+        simulator.load(c, trace, first, first + length, speed=load, recheck=policy.recheck)
         simulator.observe(c)
     policy.reset(len(clusters), seed)
     done = np.zeros(len(clusters), np.bool_)
