@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 HELP = """Train a scheduler for a simulated LLM serving cluster.
 
@@ -29,6 +29,9 @@ examples:
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
   tensorboard --logdir runs
 
+algorithms (--algo):
+{algorithms}
+
 files: config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (on validation), final.zip
 
 exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C (saved, can be resumed)
@@ -38,9 +41,9 @@ exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C (saved, can be resumed)
 @dataclass(frozen=True)
 class Options:
     algo: str = "ppo"
-    """How to train: ppo (MaskablePPO with a set scorer)."""
+    """How to train; see above."""
     trace: str = "builtin:conversation"
-    """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic."""
+    """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic; some separated by commas."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
     steps: int = 300_000
@@ -92,6 +95,21 @@ class Options:
     hidden: int = 48
     """Hidden units of the network."""
 
+
+class Algorithm(NamedTuple):
+    """How to train: the module of `policies.trainers` of its name, and what has to be installed for it."""
+
+    meaning: str
+    needs: tuple[str, ...]
+    extra: str = "train"
+
+
+ALGORITHMS = {
+    "ppo": Algorithm(
+        "MaskablePPO of sb3-contrib with the set scorer",
+        ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"),
+    ),
+}
 
 # Errors that are the user's to mend, by name: importing their classes would import the simulator.
 BAD_INPUT = ("TraceError", "SpecError", "PolicyError")
@@ -209,8 +227,10 @@ def parse(arguments: list[str]) -> Options:
     import tyro
 
     def flags(base: Options) -> Options:
-        return tyro.cli(Options, args=arguments, default=base, prog="train.py", description=HELP)
+        return tyro.cli(Options, args=arguments, default=base, prog="train.py", description=described)
 
+    lines = [f"  {name:8} {algorithm.meaning}" for name, algorithm in ALGORITHMS.items()]
+    described = HELP.format(algorithms="\n".join(lines))
     first = flags(Options())
     base = Options()
     if first.resume:
@@ -244,7 +264,7 @@ def make_folder(options: Options) -> Path:
             raise UsageError("--resume goes on in its own folder: leave --out away")
         folder = Path(options.resume)
     else:
-        stem = Path(options.trace).name.replace("builtin:", "").partition(".")[0]
+        stem = Path(options.trace.split(",")[0]).name.rpartition(":")[2].partition(".")[0]
         cluster = Path(options.cluster).stem
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = Path(options.out or f"runs/{options.algo}-{cluster}-{stem}-{stamp}")
@@ -266,7 +286,7 @@ def make_folder(options: Options) -> Path:
     return folder
 
 
-def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
+def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -> None:
     """`config.yaml`: what `policies.run_folder` and --resume need."""
     from importlib.metadata import version
 
@@ -283,18 +303,19 @@ def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
             if k not in ("config", "resume", "out", "overwrite")
         },
         "recheck": spec.decode_recheck,
-        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden},
+        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": False},
         "observation": run_folder.observation_schema(),
         "trained_on": {
-            "trace": trace.name,
-            "trace_sha256": trace.checksum,
+            "traces": {trace.name: trace.checksum for trace in traces},
             "cluster": spec.name,
             "cluster_sha256": spec.checksum,
             "prefill": spec.n_prefill,
             "decode": spec.n_decode,
         },
         "versions": {
-            name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+            name: version(name)
+            for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+            if installed(name.replace("-", "_"))
         },
     }
     run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
@@ -308,13 +329,28 @@ def installed(package: str) -> bool:
         return False
 
 
-def train_ppo(*arguments: Any) -> bool:
-    from policies.trainers import ppo
+def load_traces(options: Options, spec: Any) -> list[Any]:
+    """The traces to train on, each whole.
 
-    return ppo.train(*arguments)
+    Raises:
+        UsageError: blocks that are not the cluster's, or a part without requests. traces.TraceError: no such trace.
+    """
+    from traces import load as load_trace
 
-
-ALGORITHMS: dict[str, Callable[..., bool]] = {"ppo": train_ppo}
+    found = []
+    for name in filter(None, options.trace.split(",")):
+        trace = load_trace(name)
+        if trace.has_blocks and trace.block_tokens != spec.block_tokens:
+            raise UsageError(
+                f"--trace {name} has blocks of {trace.block_tokens} tokens, {spec.name} "
+                f"of {spec.block_tokens}: set block_tokens in the cluster's file, or reblock the trace"
+            )
+        if (trace if options.part == "all" else getattr(trace.split(), options.part)).n_requests == 0:
+            raise UsageError(f"--part {options.part}: no requests of {name} are in it")
+        found.append(trace)
+    if not found:
+        raise UsageError("--trace: expected a trace")
+    return found
 
 
 def run(options: Options, leaderboard: bool) -> int:
@@ -323,34 +359,28 @@ def run(options: Options, leaderboard: bool) -> int:
     Raises:
         UsageError, traces.TraceError, envs.spec.SpecError, policies.PolicyError: bad input.
     """
-    for package in ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"):
+    algorithm = ALGORITHMS[options.algo]
+    for package in algorithm.needs:
         if not installed(package):
             raise UsageError(
-                f"training needs {package}, which is not installed: "
-                "pip install 'conductor-gym[train]'"
+                f"--algo {options.algo} needs {package}, which is not installed: "
+                f"pip install 'conductor-gym[{algorithm.extra}]'"
             )
     from envs.spec import load_cluster
-    from traces import load as load_trace
 
+    trainer = importlib.import_module(f"policies.trainers.{options.algo}")
     spec = load_cluster(options.cluster)
-    trace = load_trace(options.trace)
-    if trace.has_blocks and trace.block_tokens != spec.block_tokens:
-        raise UsageError(
-            f"--trace {options.trace} has blocks of {trace.block_tokens} tokens, {spec.name} "
-            f"of {spec.block_tokens}: set block_tokens in the cluster's file, or reblock the trace"
-        )
-    if (trace if options.part == "all" else getattr(trace.split(), options.part)).n_requests == 0:
-        raise UsageError(f"--part {options.part}: no requests of {options.trace} are in it")
+    traces = load_traces(options, spec)
     folder = make_folder(options)
     if not options.resume:
-        write_config(options, folder, spec, trace)
+        write_config(options, folder, spec, traces)
     load, resumed = parse_load(options.load), bool(options.resume)
     try:
-        finished = ALGORITHMS[options.algo](options, folder, spec, trace, load, resumed)
+        finished = trainer.train(options, folder, spec, traces, load, resumed)
     except KeyboardInterrupt:
         finished = False
     if resumed:
-        write_config(options, folder, spec, trace)
+        write_config(options, folder, spec, traces)
     if not finished:
         print(f"stopped; go on with: python train.py --resume {folder}", file=sys.stderr)
         return 130

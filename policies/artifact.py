@@ -212,7 +212,10 @@ def load_artifact(path: Path | str) -> OnnxPolicy:
     """
     path = Path(path)
     data, about, graph = _read(path)
-    refusal = "it has functions of its own" if _inside(memoryview(data), _MODEL_FUNCTIONS) else _refusal(graph)
+    try:
+        refusal = "it has functions of its own" if _inside(memoryview(data), _MODEL_FUNCTIONS) else _refusal(graph)
+    except ValueError as error:
+        raise PolicyError(f"{path}: not an ONNX file, or damaged: {error}") from None
     if refusal:
         raise PolicyError(f"{path}: refused: {refusal}")
     check_schema(path, about.get("observation"))
@@ -419,6 +422,8 @@ def export_run(run: Path | str, out: Path | str, checkpoint: str = "best", *, fo
     if not run.is_dir():
         raise PolicyError(f"{run}: no such run folder")
     config = read_config(run)
+    if config.get("network") is None:
+        raise PolicyError(f"{run}: has no network to export: it is the policy {config['policy']}, by that name")
     weights = _checkpoint(run, checkpoint)
     if not out.resolve().parent.is_dir():
         raise PolicyError(f"{out}: expected a file in a folder that exists")
@@ -428,7 +433,7 @@ def export_run(run: Path | str, out: Path | str, checkpoint: str = "best", *, fo
         raise PolicyError(f"{out}: exists; --force replaces it")
     if out.suffix.lower() != ".onnx":
         raise PolicyError(f"{out}: expected a name that ends in .onnx")
-    scorer = load_weights(weights, config["network"]["hidden"])
+    scorer = load_weights(weights, config["network"])
     about = _metadata(run, weights, config)
     data = to_onnx(scorer, about)
     check_same(scorer, data, about)

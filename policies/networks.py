@@ -8,11 +8,16 @@ Three layers, all over sets:
    and cut to +-10. No feature grows with a pool, and the SLOs only occur as denominators, so
    weights carry over to other pools and other SLOs.
 2. `prior` turns the predictions in the observation into logits: least predicted TTFT, least
-   predicted TBT, reject where the worse of these two is beyond its SLO. It has no weights.
+   predicted TBT, reject where one of these two is beyond its threshold. Its thresholds are the
+   `priced` admission's; it has no weights.
 3. `SetScorer` adds what is learned: instances are encoded one by one with the request and the
-   cluster, pooled (mean and max), scored again with the pool; the logit of (p, d, source) is the
-   sum of a score of (p, source) and one of d. The heads start at zero, so that an untrained
+   cluster, pooled (mean and max), scored again with the pool; the score of (p, d, source) is the
+   sum of one of (p, source) and one of d. The heads start at zero, so that an untrained
    policy is the prior: Algorithm 1 of [A] with early rejection, softly.
+
+What is learned may be meant in two ways. Added to the prior's logits, it is a policy as PPO and
+cloning train it. *Anchored*, it is how many more requests would become good (`trainers.rollout`),
+and the prior's choice stands unless another is better by more than a margin.
 
 Shapes: B observations, P prefill and D decode instances, H hidden units.
 """
@@ -33,6 +38,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor
 from torch import Tensor, nn
 
 from envs.state import CLUSTER_FEATURES, DECODE_FEATURES, REQUEST_FEATURES
+from policies.early_rejection import PRICED_FROM
 
 Tables = Mapping[str, Tensor]
 
@@ -40,6 +46,7 @@ TTFT_WEIGHT = 100.0  # logits per TTFT SLO
 TBT_WEIGHT = 200.0  # logits per TBT SLO
 REJECT_WEIGHT = 100.0  # logits per SLO by which the predictions exceed it
 MOST_REJECT = 10.0  # the prior's certainty about rejecting, either way
+GATE = (1.0, 1.0, 0.0)  # thresholds of the prior for TTFT and TBT, price of a long prompt: the SLOs themselves
 NO_ROOM = 12.0  # logits off for a decode instance without KV room for the request
 MASKED = -1e8
 LARGEST = 1e9  # of any feature: that of envs.kernel.replay
@@ -148,6 +155,7 @@ class Scaled(NamedTuple):
     ttft: Tensor  # [B, P, 3], predicted, in SLOs, per source
     tbt: Tensor  # [B, D, 1], predicted, in SLOs
     no_room: Tensor  # [B, D, 1], 1 where the KV of the request has no room, else 0
+    length: Tensor  # [B, 1, 1], e-folds of the prompt's tokens above PRICED_FROM
 
 
 class Prior(NamedTuple):
@@ -212,26 +220,27 @@ def scale(tables: Tables) -> Scaled:
         _multiple(prefill @ on_device(_TTFT)),
         _multiple(decode @ on_device(_TBT)),
         no_room.to(decode.dtype),
+        torch.log(known[:, :1, None] / PRICED_FROM),
     )
 
 
-def prior(x: Scaled, sources: Tensor, decode_up: Tensor) -> Prior:
+def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Prior:
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
-    TBT of that pair, in SLOs, is above 1.
+    TBT of that pair, in SLOs, is above its threshold (`early_rejection.priced`).
 
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
+        gate: [3], the thresholds of TTFT and TBT in SLOs, and the price of a long prompt.
     """
     of_prefill = TTFT_WEIGHT * x.ttft
     of_decode = TBT_WEIGHT * x.tbt + NO_ROOM * x.no_room
     least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
     least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
-    worse = torch.maximum(
-        least_prefill * (REJECT_WEIGHT / TTFT_WEIGHT), x.tbt.gather(1, instance) * REJECT_WEIGHT
-    )
-    reject = (worse - REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
+    of_tbt = (gate[1] - gate[2] * x.length).clamp(max=1.0)
+    worse = torch.maximum(least_prefill / TTFT_WEIGHT - gate[0], x.tbt.gather(1, instance) - of_tbt)
+    reject = (worse * REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
     return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
 
 
@@ -257,10 +266,20 @@ def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
 
 
 class SetScorer(nn.Module):
-    """Logits for rejecting and for every (prefill, decode, source)."""
+    """Logits for rejecting and for every (prefill, decode, source).
 
-    def __init__(self, hidden: int = 48) -> None:
+    Args:
+        hidden: hidden units. anchored: see the module's docstring.
+    """
+
+    gate: Tensor
+    margin: Tensor
+
+    def __init__(self, hidden: int = 48, anchored: bool = False) -> None:
         super().__init__()
+        self.anchored = anchored
+        self.register_buffer("gate", torch.tensor(GATE))  # of the prior
+        self.register_buffer("margin", torch.zeros(()))  # in good requests, of an anchored scorer
         self.prefill = nn.Linear(PREFILL, hidden)
         self.prefill_context = nn.Linear(CONTEXT, hidden, bias=False)
         self.decode = nn.Linear(DECODE, hidden)
@@ -293,7 +312,7 @@ class SetScorer(nn.Module):
         allowed = split_masks(masks, prefills, decodes, batch).to(x.prefill.device)
         valid = allowed.to(x.prefill.dtype)
         sources, decode_up = valid.amax(2), valid.amax((1, 3))[:, :, None]
-        base = prior(x, sources, decode_up)
+        base = prior(x, sources, decode_up, self.gate)
 
         of_prefill = functional.linear(x.context, self.prefill_context.weight, self.prefill.bias)
         of_decode = functional.linear(x.context, self.decode_context.weight, self.decode.bias)
@@ -304,12 +323,19 @@ class SetScorer(nn.Module):
         p = torch.relu_(self.prefill_score(p) + self.prefill_pool(pool)[:, None])
         d = torch.relu_(self.decode_score(d) + self.decode_pool(pool)[:, None])
         bias = self.prefill_head.bias + self.decode_head.bias
-        of_prefill = functional.linear(p, self.prefill_head.weight) + (base.prefill + bias)
-        of_decode = functional.linear(d, self.decode_head.weight) + base.decode
-        pairs = of_prefill[:, :, None] + of_decode[:, None]
-        pairs = torch.where(allowed, pairs, MASKED)
-        reject = base.reject[:, 0] + self.reject_head(pool)
-        return torch.cat([reject, pairs.flatten(1)], 1)
+        of_prefill = functional.linear(p, self.prefill_head.weight, bias)
+        of_decode = functional.linear(d, self.decode_head.weight)
+        of_reject = self.reject_head(pool)
+
+        def logits(reject: Tensor, of_prefill: Tensor, of_decode: Tensor) -> Tensor:
+            pairs = of_prefill[:, :, None] + of_decode[:, None]
+            return torch.cat([reject, torch.where(allowed, pairs, MASKED).flatten(1)], 1)
+
+        if not self.anchored:
+            return logits(base.reject[:, 0] + of_reject, of_prefill + base.prefill, of_decode + base.decode)
+        choice = logits(base.reject[:, 0], base.prefill, base.decode)
+        choice = (choice >= choice.amax(1, keepdim=True)).to(of_reject.dtype)
+        return logits(of_reject, of_prefill, of_decode) + self.margin * choice
 
 
 class Decider(nn.Module):

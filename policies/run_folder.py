@@ -8,9 +8,10 @@
         best.zip         best on the validation part so far
         final.zip        at the end of the training
 
-A `.zip` is what Stable-Baselines3 saves. Deciding needs only the weights in it, and neither SB3's
-pickles nor its spaces, so that one file serves any pool size. The network's definition does need
-the training packages to be installed.
+A `.zip` is what Stable-Baselines3 saves; trainers of other kinds write the same with the weights
+alone (`save_weights`). Deciding needs only these, and neither SB3's pickles nor its spaces, so that
+one file serves any pool size. The network's definition does need the training packages to be
+installed. What has no network (`train.py --algo cma`) has the name of a policy in config.yaml.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import json
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -42,7 +44,8 @@ if TYPE_CHECKING:
     from .networks import SetScorer
 
 FORMAT = 1
-NETWORK = "set-scorer/1"
+NETWORK = "set-scorer/2"
+WEIGHTS = "scorer."  # how the names of its weights begin in a file
 TABLES = {
     "request": REQUEST_FEATURES,
     "prefill": PREFILL_FEATURES,
@@ -94,7 +97,7 @@ def check_schema(file: Path, stored: Any) -> None:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The contents of `config.yaml`, with its format, network and observation schema checked.
+    """The contents of `config.yaml`, with its format and observation schema checked, and its network or policy.
 
     Raises:
         PolicyError: naming the file and what was expected.
@@ -110,6 +113,8 @@ def read_config(folder: Path) -> dict[str, Any]:
         found = config.get("format") if isinstance(config, dict) else config
         raise PolicyError(f"{file}: expected a run folder of format {FORMAT}, found {found!r}")
     network = config.get("network")
+    if network is None and isinstance(config.get("policy"), str):
+        return config
     if not isinstance(network, dict) or network.get("kind") != NETWORK:
         raise PolicyError(f"{file}: expected network.kind {NETWORK!r}, found {network!r}")
     if not isinstance(network.get("hidden"), int) or network["hidden"] < 1:
@@ -117,6 +122,8 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{file}: network.hidden must be a whole number above 0, "
             f"found {network.get('hidden')!r}"
         )
+    if not isinstance(network.get("anchored"), bool):
+        raise PolicyError(f"{file}: network.anchored must be true or false, found {network.get('anchored')!r}")
     check_schema(file, config.get("observation"))
     return config
 
@@ -184,8 +191,21 @@ class NetworkPolicy:
         return actions
 
 
-def load_weights(file: Path, hidden: int) -> SetScorer:
-    """The scorer in a file saved by MaskablePPO.
+def save_weights(file: Path, scorer: SetScorer) -> None:
+    """Write a scorer as `load_weights` reads it, so that a reader never sees half of it."""
+    import torch
+
+    unfinished = file.with_name(file.name + ".unfinished")
+    with zipfile.ZipFile(unfinished, "w") as archive, archive.open("policy.pth", "w") as weights:
+        torch.save({f"{WEIGHTS}{name}": value for name, value in scorer.state_dict().items()}, weights)
+    unfinished.replace(file)
+
+
+def load_weights(file: Path, network: Mapping[str, Any]) -> SetScorer:
+    """The scorer in a file of a run folder.
+
+    Args:
+        network: that of the run's config.yaml.
 
     Raises:
         PolicyError: no such file, damaged, or weights of another network.
@@ -198,13 +218,13 @@ def load_weights(file: Path, hidden: int) -> SetScorer:
         raise PolicyError(
             f"a run folder needs {error.name}: pip install 'conductor-gym[train]'"
         ) from None
-    scorer = SetScorer(hidden)
+    hidden = network["hidden"]
+    scorer = SetScorer(hidden, network["anchored"])
     try:
         with zipfile.ZipFile(file) as archive, archive.open("policy.pth") as weights:
             saved = torch.load(weights, map_location="cpu", weights_only=True)
-        prefix = "scorer."
         scorer.load_state_dict(
-            {name.removeprefix(prefix): w for name, w in saved.items() if name.startswith(prefix)}
+            {name.removeprefix(WEIGHTS): w for name, w in saved.items() if name.startswith(WEIGHTS)}
         )
     except FileNotFoundError:
         raise PolicyError(f"{file}: no such file") from None
@@ -232,6 +252,10 @@ def load_run(path: Path) -> Policy:
     """
     path = Path(path)
     config = read_config(path)
+    if config.get("network") is None:
+        from .registry import make_policy
+
+        return make_policy(config["policy"])
     file = path / "best.zip"
     if not file.is_file():
         last = last_checkpoint(path)
@@ -241,7 +265,7 @@ def load_run(path: Path) -> Policy:
             )
         print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
         file = last
-    scorer = load_weights(file, config["network"]["hidden"])
+    scorer = load_weights(file, config["network"])
     import torch
 
     torch.set_num_threads(1)  # the network is small: more threads only wait for one another

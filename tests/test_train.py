@@ -28,7 +28,7 @@ SMALL = " ".join(_FLAGS).split(" ")
 
 
 def weights(file: Path) -> dict[str, torch.Tensor]:
-    return dict(load_weights(file, 8).state_dict())
+    return dict(load_weights(file, {"hidden": 8, "anchored": False}).state_dict())
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -212,6 +212,6 @@ def test_missing_torch_is_one_line(tmp_path: Path) -> None:
     shown = run_without_torch(tmp_path)
     assert shown.returncode == 2
     assert shown.stderr == (
-        "train.py: error: training needs torch, which is not installed: "
+        "train.py: error: --algo ppo needs torch, which is not installed: "
         "pip install 'conductor-gym[train]'\n"
     )

@@ -13,7 +13,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
@@ -307,7 +307,7 @@ def train(
     options: Options,
     folder: Path,
     spec: ClusterSpec,
-    trace: Trace,
+    traces: Sequence[Trace],
     load: tuple[float, float],
     resume: bool,
 ) -> bool:
@@ -316,6 +316,9 @@ def train(
     Raises:
         PolicyError: the folder cannot be resumed, or the device is not there.
     """
+    if len(traces) != 1:
+        raise PolicyError("--algo ppo takes one trace")
+    trace = traces[0]
     if options.device != "cuda":
         torch.set_num_threads(
             1

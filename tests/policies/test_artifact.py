@@ -56,8 +56,8 @@ def trained(factory: pytest.TempPathFactory) -> Path:
         for part in ("checkpoints", "tensorboard"):
             (folder / part).mkdir(parents=True)
         spec, trace = load_cluster(SMALL.cluster), traces.load(SMALL.trace).rows(0, 3000)
-        write_config(SMALL, folder, spec, trace)
-        assert ppo.train(SMALL, folder, spec, trace, parse_load(SMALL.load), False)
+        write_config(SMALL, folder, spec, [trace])
+        assert ppo.train(SMALL, folder, spec, [trace], parse_load(SMALL.load), False)
         _made["run"] = folder
     return _made["run"]
 
@@ -206,7 +206,7 @@ def test_a_table_of_another_kind_is_refused(file: Path) -> None:
 
 def test_the_same_scorer_gives_the_same_bytes(file: Path, run: Path) -> None:
     about = {key: value for key, value in read_metadata(file).items() if key != "graph_sha256"}
-    again = to_onnx(load_weights(run / "best.zip", SMALL.hidden), about)
+    again = to_onnx(load_weights(run / "best.zip", {"hidden": SMALL.hidden, "anchored": False}), about)
     assert again == file.read_bytes()
     for word in (str(ROOT), str(Path.home()), "networks.py", "site-packages"):
         assert word.encode() not in again
@@ -216,7 +216,7 @@ def test_metadata(file: Path, run: Path) -> None:
     about = read_metadata(file)
     assert about["format"] == 1
     assert about["name"] == "run"
-    assert about["network"] == {"kind": "set-scorer/1", "hidden": 8}
+    assert about["network"] == {"kind": "set-scorer/2", "hidden": 8, "anchored": False}
     assert about["observation"] == observation_schema()
     assert about["recheck"] is True
     assert about["normalisation"]["prefill"][0] == ["queue_s", "ttft_slo_s"]
@@ -345,11 +345,16 @@ def test_what_is_no_policy(file: Path, tmp_path: Path) -> None:
         other.write_bytes(text)
         with pytest.raises(PolicyError, match=r"a\.onnx: not an ONNX file"):
             make_policy(str(other))
-    flipped = bytearray(whole)
-    flipped[len(whole) // 3] ^= 255
-    other.write_bytes(bytes(flipped))
-    with pytest.raises(PolicyError, match=r"a\.onnx: "):
-        make_policy(str(other))
+    refused = 0
+    for at in rng.integers(len(whole), size=50):
+        flipped = bytearray(whole)
+        flipped[at] ^= 255
+        other.write_bytes(bytes(flipped))
+        try:
+            make_policy(str(other))
+        except PolicyError as error:
+            refused += str(error).startswith(f"{other}: ")
+    assert refused > 40  # what is left is text that nothing depends on
     plain = onnx.load(file)
     del plain.metadata_props[:]
     other.write_bytes(plain.SerializeToString())

@@ -134,7 +134,7 @@ def test_refusals_of_export(
     broken = tmp_path / "broken.zip"
     broken.write_bytes(b"PK")
     error = error_of(["export", run, "--out", out, "--checkpoint", str(broken)], capsys)
-    assert "broken.zip: expected weights of set-scorer/1" in error
+    assert "broken.zip: expected weights of set-scorer/2" in error
     assert not Path(out).exists()
     assert outcome(["export", run], capsys)[0] == 2
     assert outcome([], capsys)[0] == 2

@@ -152,15 +152,26 @@ def test_sampling_and_evaluating_agree() -> None:
 
 
 @pytest.mark.parametrize("cluster", ["8p8d", "3p5d"])
-def test_untrained_policy_is_conductor_with_early_rejection(cluster: str) -> None:
-    """It decides as Algorithm 1 does with fetches only where they are faster, in its states."""
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize(
+    ("heuristic", "gate"),
+    [
+        ("conductor:threshold=1,min_over_both=1", (1.0, 1.0, 0.0)),
+        ("conductor:threshold=1,min_over_both=1+priced:ttft=0.8,tbt=0.9,price=0.06", (0.8, 0.9, 0.06)),
+    ],
+)
+def test_untrained_policy_is_the_heuristic_of_its_gate(
+    cluster: str, anchored: bool, heuristic: str, gate: tuple[float, float, float]
+) -> None:
     trace = traces.load("builtin:conversation").rows(0, 1200)
     simulator = Simulator.for_trace(load_cluster(cluster), trace)
     simulator.load(0, trace, speed=1.6)
-    simulator.begin(0)
-    conductor = make_policy("conductor:min_over_both=1")
+    conductor = make_policy(heuristic)
     conductor.reset(1, 0)
-    untrained = NetworkPolicy(SetScorer().eval(), "untrained", True)
+    scorer = SetScorer(anchored=anchored).eval()
+    scorer.gate.copy_(torch.tensor(gate))
+    scorer.margin.fill_(0.1)
+    untrained = NetworkPolicy(scorer, "untrained", True)
     same = rejections = agreed = decided = 0
     done = np.zeros(1, np.bool_)
     more = simulator.observe(0)
@@ -178,3 +189,23 @@ def test_untrained_policy_is_conductor_with_early_rejection(cluster: str) -> Non
     assert rejections > 10
     assert agreed / decided > 0.97
     assert same / decided > 0.9, same / decided
+
+
+def test_anchored_leaves_the_choice_of_the_prior_only_beyond_the_margin() -> None:
+    rng = np.random.default_rng(5)
+    tables, masks = random_tables(rng, 64, 4, 3), random_masks(rng, 64, 4, 3)
+    torch.manual_seed(0)
+    scorer = SetScorer(16, anchored=True).eval()
+    scorer.margin.fill_(1.0)
+    base = scorer(tables, masks).argmax(1)
+    for head in (scorer.prefill_head, scorer.decode_head, scorer.reject_head):
+        torch.nn.init.normal_(head.weight, std=0.3)
+    scorer.margin.fill_(0.0)
+    gains = scorer(tables, masks)
+    best, of_base = gains.max(1), gains.gather(1, base[:, None])[:, 0]
+    margin = float((best.values - of_base).detach().median())
+    scorer.margin.fill_(margin)
+    expected = torch.where(best.values - of_base > margin, best.indices, base)
+    chosen = scorer(tables, masks).argmax(1)
+    assert 0 < int((chosen != base).sum()) < 64
+    assert (chosen == expected).float().mean() > 0.97  # where several tie for the prior's choice, all are anchored

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,9 @@ def accepts(admission: str, o: dict, p: int, d: int, source: int) -> bool:
         return True
     if admission == "slo":
         return prefill_load <= 1 and o["decode"]["tbt_assigned_s"][d] <= o["request"]["tbt_slo_s"]
+    if admission == "priced":
+        threshold = min(1.0, 0.92 - 0.07 * math.log(o["request"]["input_tokens"] / 8000))
+        return prefill_load <= 1 and o["decode"]["tbt_assigned_s"][d] <= threshold * o["request"]["tbt_slo_s"]
     if admission == "baseline":
         return prefill_load <= 1
     load = o["cluster"]["decode_load_now" if admission == "early" else "decode_load_forecast"]

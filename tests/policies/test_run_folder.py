@@ -38,8 +38,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("checkpoints", "tensorboard"):
         (folder / part).mkdir()
     spec, trace = load_cluster(SMALL.cluster), traces.load(SMALL.trace).rows(0, 3000)
-    write_config(SMALL, folder, spec, trace)
-    assert ppo.train(SMALL, folder, spec, trace, parse_load(SMALL.load), False)
+    write_config(SMALL, folder, spec, [trace])
+    assert ppo.train(SMALL, folder, spec, [trace], parse_load(SMALL.load), False)
     return folder
 
 
@@ -177,7 +177,7 @@ def test_damage_is_one_clear_error(copy: Path, tmp_path: Path) -> None:
         with pytest.raises(PolicyError, match=r"best\.zip: expected weights"):
             load_run(copy)
     (copy / "best.zip").write_bytes(whole)
-    change(copy, network={"kind": "set-scorer/1", "hidden": 16})
+    change(copy, network={"kind": "set-scorer/2", "hidden": 16, "anchored": False})
     with pytest.raises(PolicyError, match="16 hidden units"):
         load_run(copy)
     for text, match in (
