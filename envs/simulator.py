@@ -427,6 +427,58 @@ class Simulator:
         for table in self.observation_tables:
             table[target] = table[source]
 
+    def branch(
+        self,
+        cluster: int,
+        scratch: int,
+        actions: NDArray[np.int64],
+        router: _replay.Callback,
+        router_values: NDArray[np.float64],
+        admission: _replay.Callback,
+        admission_values: NDArray[np.float64],
+        memory: NDArray[np.uint64],
+        *,
+        horizon: int,
+    ) -> NDArray[np.int64]:
+        """How many more requests become good after each of some decisions for the request a cluster has observed.
+
+        In every branch the same requests arrive; the `horizon` after this one follow a compiled policy, then none arrive
+        until all is settled. Without the GIL.
+
+        Args:
+            scratch: another cluster of the batch, with the same parameters; what is in it is lost.
+            actions: int64[A] as for `step`, all of them valid. The rest as for `replay`.
+
+        Returns:
+            int64[A].
+
+        Raises:
+            ValueError: nothing is observed, or `scratch` is the cluster itself.
+        """
+        engine = self.batch.engine[cluster, 0]
+        if engine["next_request"] >= engine["requests"]:
+            raise ValueError(f"cluster {cluster} has no request left to decide on")
+        if scratch == cluster:
+            raise ValueError(f"scratch is cluster {cluster} itself")
+        good = np.zeros(len(actions), np.int64)
+        _replay.branch(
+            self.worlds[cluster],
+            self.parameters[cluster],
+            self.observations[cluster],
+            self.worlds[scratch],
+            self.observations[scratch],
+            _SIZES,
+            router,
+            router_values,
+            admission,
+            admission_values,
+            memory,
+            actions,
+            horizon,
+            good,
+        )
+        return good
+
     def state(self, cluster: int) -> ClusterState:
         """What a scheduler may know about a cluster now: its tables, and a new one of who has which block.
 

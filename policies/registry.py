@@ -220,6 +220,22 @@ class CompiledPolicy:
             until_s=until_s,
         )
 
+    def branch(
+        self, simulator: Simulator, cluster: int, scratch: int, actions: NDArray[np.int64], *, horizon: int
+    ) -> NDArray[np.int64]:
+        """What becomes of each of some decisions when this policy decides from there on: see `Simulator.branch`."""
+        return simulator.branch(
+            cluster,
+            scratch,
+            actions,
+            self.router,
+            self.router_values,
+            self.admission,
+            self.admission_values,
+            self.memory[min(cluster, len(self.memory) - 1)],
+            horizon=horizon,
+        )
+
 
 def _part(parts: dict[str, Part], kind: str, name: str, given: dict[str, float]) -> tuple[_replay.Callback, Any]:
     if name not in parts:

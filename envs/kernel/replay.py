@@ -508,6 +508,59 @@ def fork(source, target, sizes):
 
 
 @compiled
+def branch(
+    world,
+    parameters,
+    observation,
+    scratch,
+    scratch_observation,
+    sizes,
+    router,
+    router_values,
+    admission,
+    admission_values,
+    memory,
+    actions,
+    horizon,
+    good,
+):
+    """How many more requests become good after each of some decisions for the observed request, all else being equal.
+
+    Each of `actions` is carried out in `scratch`, a copy of the cluster; the next `horizon` requests follow the policy,
+    then nothing arrives any more until all is settled. `good` [actions] is written; `memory` is left as it was.
+    """
+    kept = memory.copy()
+    decision = np.zeros(3, np.int64)
+    before = clock_of(state_of(world)).good
+    for i in range(len(actions)):
+        fork(world, scratch, sizes)
+        memory[:] = kept
+        prefill = -1
+        decode = -1
+        source = 0
+        if actions[i] > 0:
+            pair, source = divmod(actions[i] - 1, 3)
+            prefill, decode = divmod(pair, world.decodes)
+        carry_out(scratch, parameters, observation, prefill, decode, source)
+        replay(
+            scratch,
+            parameters,
+            scratch_observation,
+            router,
+            router_values,
+            admission,
+            admission_values,
+            memory,
+            decision,
+            horizon,
+            np.inf,
+        )
+        advance(scratch, parameters, np.inf)
+        good[i] = clock_of(state_of(scratch)).good - before
+    memory[:] = kept
+
+
+@compiled
 def random_actions(masks, memory, actions):
     """A random valid action for each row of `masks` bool[C, A]; `memory` uint64[1] is the generator (splitmix64)."""
     count = masks.shape[1]
