@@ -54,6 +54,8 @@ class Options:
     """Part of the trace, by time: train (first 60 %), validation, test, all."""
     load: str = "1.2,2.0"
     """Arrival speed, times the trace's own: X, or LOW,HIGH to draw one for every window."""
+    capacity: str = ""
+    """Instead of --load: times each trace's capacity, the highest speed at which conductor meets 90 %."""
     envs: int = 64
     """Clusters stepped at once."""
     episode_requests: int = 1000
@@ -94,6 +96,19 @@ class Options:
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
     hidden: int = 48
     """Hidden units of the network."""
+    # rollout
+    base: str = "conductor:threshold=1,min_over_both=1+priced"
+    """rollout: the heuristic to improve upon."""
+    rounds: int = 2
+    """rollout: times that it visits states, tries out their decisions and fits; each follows the one before."""
+    states: int = 12_000
+    """rollout: requests whose decisions are tried out in each round."""
+    horizon: int = 250
+    """rollout: requests that arrive after each decision tried."""
+    fit_epochs: int = 20
+    """rollout: passes over all that was tried."""
+    fit_lr: float = 2e-3
+    """rollout: highest learning rate of these."""
 
 
 class Algorithm(NamedTuple):
@@ -108,6 +123,10 @@ ALGORITHMS = {
     "ppo": Algorithm(
         "MaskablePPO of sb3-contrib with the set scorer",
         ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"),
+    ),
+    "rollout": Algorithm(
+        "try out every decision at visited states, fit a set scorer to what became of them",
+        ("torch", "sb3_contrib", "tensorboard"),
     ),
 }
 
@@ -154,11 +173,12 @@ def options_from_mapping(given: Any, base: Options, where: str) -> Options:
     for key in values:
         if key not in known:
             raise UsageError(f"{where}: unknown option {key!r}; known are {', '.join(known)}")
-    load = values.get("load")
-    if isinstance(load, (list, tuple)):
-        values["load"] = ",".join(map(str, load))
-    elif isinstance(load, (int, float)):
-        values["load"] = str(load)
+    for name in ("load", "capacity"):
+        given_range = values.get(name)
+        if isinstance(given_range, (list, tuple)):
+            values[name] = ",".join(map(str, given_range))
+        elif isinstance(given_range, (int, float)):
+            values[name] = str(given_range)
     try:
         return TypeAdapter(Options).validate_python({**asdict(base), **values})
     except ValidationError as error:
@@ -169,8 +189,8 @@ def options_from_mapping(given: Any, base: Options, where: str) -> Options:
         ) from None
 
 
-def parse_load(text: str) -> tuple[float, float]:
-    """`X` or `LOW,HIGH` -> the range of load factors."""
+def parse_range(option: str, text: str) -> tuple[float, float]:
+    """`X` or `LOW,HIGH` -> the range."""
     try:
         numbers = [float(number) for number in text.split(",")]
     except ValueError:
@@ -180,7 +200,7 @@ def parse_load(text: str) -> tuple[float, float]:
         or not all(0 < x < float("inf") for x in numbers)
         or numbers[0] > numbers[-1]
     ):
-        raise UsageError(f"--load {text!r}: expected X or LOW,HIGH with 0 < LOW <= HIGH")
+        raise UsageError(f"--{option} {text!r}: expected X or LOW,HIGH with 0 < LOW <= HIGH")
     return numbers[0], numbers[-1]
 
 
@@ -199,8 +219,8 @@ def check(options: Options) -> None:
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden"
-    for name in (*whole.split(), "lr", "clip"):
+    whole += " minibatch n_steps hidden rounds states horizon fit_epochs"
+    for name in (*whole.split(), "lr", "clip", "fit_lr"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0"
@@ -215,7 +235,9 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
             )
-    parse_load(options.load)
+    parse_range("load", options.load)
+    if options.capacity:
+        parse_range("capacity", options.capacity)
 
 
 def parse(arguments: list[str]) -> Options:
@@ -286,7 +308,7 @@ def make_folder(options: Options) -> Path:
     return folder
 
 
-def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -> None:
+def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]) -> None:
     """`config.yaml`: what `policies.run_folder` and --resume need."""
     from importlib.metadata import version
 
@@ -303,10 +325,10 @@ def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -
             if k not in ("config", "resume", "out", "overwrite")
         },
         "recheck": spec.decode_recheck,
-        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": False},
+        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": options.algo == "rollout"},
         "observation": run_folder.observation_schema(),
         "trained_on": {
-            "traces": {trace.name: trace.checksum for trace in traces},
+            "traces": {w.trace.name: {"sha256": w.trace.checksum, "load": list(w.load)} for w in workloads},
             "cluster": spec.name,
             "cluster_sha256": spec.checksum,
             "prefill": spec.n_prefill,
@@ -329,12 +351,13 @@ def installed(package: str) -> bool:
         return False
 
 
-def load_traces(options: Options, spec: Any) -> list[Any]:
-    """The traces to train on, each whole.
+def make_workloads(options: Options, spec: Any) -> list[Any]:
+    """The traces to train on, each with its range of speeds.
 
     Raises:
         UsageError: blocks that are not the cluster's, or a part without requests. traces.TraceError: no such trace.
     """
+    from policies.trainers.workload import Workload, capacity
     from traces import load as load_trace
 
     found = []
@@ -347,7 +370,12 @@ def load_traces(options: Options, spec: Any) -> list[Any]:
             )
         if (trace if options.part == "all" else getattr(trace.split(), options.part)).n_requests == 0:
             raise UsageError(f"--part {options.part}: no requests of {name} are in it")
-        found.append(trace)
+        workload = Workload(trace, options.part, parse_range("load", options.load))
+        if options.capacity:
+            low, high = parse_range("capacity", options.capacity)
+            most = capacity(spec, workload.train)
+            workload = workload._replace(load=(low * most, high * most))
+        found.append(workload)
     if not found:
         raise UsageError("--trace: expected a trace")
     return found
@@ -370,17 +398,17 @@ def run(options: Options, leaderboard: bool) -> int:
 
     trainer = importlib.import_module(f"policies.trainers.{options.algo}")
     spec = load_cluster(options.cluster)
-    traces = load_traces(options, spec)
+    workloads = make_workloads(options, spec)
     folder = make_folder(options)
-    if not options.resume:
-        write_config(options, folder, spec, traces)
-    load, resumed = parse_load(options.load), bool(options.resume)
+    resumed = bool(options.resume)
+    if not resumed:
+        write_config(options, folder, spec, workloads)
     try:
-        finished = trainer.train(options, folder, spec, traces, load, resumed)
+        finished = trainer.train(options, folder, spec, workloads, resumed)
     except KeyboardInterrupt:
         finished = False
     if resumed:
-        write_config(options, folder, spec, traces)
+        write_config(options, folder, spec, workloads)
     if not finished:
         print(f"stopped; go on with: python train.py --resume {folder}", file=sys.stderr)
         return 130
@@ -394,7 +422,6 @@ def run(options: Options, leaderboard: bool) -> int:
 
 def comparison(options: Options, folder: str) -> list[str]:
     """The leaderboard's command line for the run among heuristics, on the held-out test part."""
-    low, high = parse_load(options.load)
     names = "conductor,conductor+early,conductor+predictive,cache_aware+early,load_balancing+early"
     command = [
         "python",
@@ -404,15 +431,9 @@ def comparison(options: Options, folder: str) -> list[str]:
         "--trace",
         options.trace,
     ]
-    return [
-        *command,
-        "--part",
-        "test",
-        "--cluster",
-        options.cluster,
-        "--load",
-        f"{(low + high) / 2:g}",
-    ]
+    option = "capacity" if options.capacity else "load"
+    low, high = parse_range(option, getattr(options, option))
+    return [*command, "--part", "test", "--cluster", options.cluster, f"--{option}", f"{(low + high) / 2:g}"]
 
 
 def compare(options: Options, folder: str) -> None:

@@ -442,8 +442,8 @@ class Simulator:
     ) -> NDArray[np.int64]:
         """How many more requests become good after each of some decisions for the request a cluster has observed.
 
-        In every branch the same requests arrive; the `horizon` after this one follow a compiled policy, then none arrive
-        until all is settled. Without the GIL.
+        In every branch the same requests arrive; the `horizon` after this one follow a compiled policy, then none
+        arrive until all is settled. Without the GIL.
 
         Args:
             scratch: another cluster of the batch, with the same parameters; what is in it is lost.

@@ -141,15 +141,24 @@ ADMISSIONS: dict[str, Part] = {
 
 
 class CompiledPolicy:
-    """A router with an admission, both compiled: runs inside a replay or on any observation."""
+    """A router with an admission, both compiled: runs inside a replay or on any observation.
+
+    Args:
+        router, admission: each a compiled function with its parameters.
+        recheck: whether decode nodes check the TBT SLO again.
+    """
 
     def __init__(
-        self, router: str, admission: str, router_options: dict[str, float], admission_options: dict[str, float]
-    ):
-        self.router, self.router_values = _part(ROUTERS, "router", router, router_options)
-        self.admission, self.admission_values = _part(ADMISSIONS, "admission", admission, admission_options)
-        self.name = f"{router}+{admission}"
-        self.recheck = admission != "none"
+        self,
+        name: str,
+        router: tuple[_replay.Callback, NDArray[np.float64]],
+        admission: tuple[_replay.Callback, NDArray[np.float64]],
+        recheck: bool,
+    ) -> None:
+        self.name = name
+        self.router, self.router_values = router
+        self.admission, self.admission_values = admission
+        self.recheck = recheck
         self.memory = np.zeros((1, 4), np.uint64)
         self._observed: tuple[Observation | None, Any] = (None, ())  # the last one, and what the kernel takes for it
         self._choose: Any = None
@@ -277,9 +286,12 @@ def make_policy(name: str) -> Policy:
         admission_name, admission_options = _parse(admission, name) if "+" in name else ("", {})
         if "+" not in name:
             admission_name = "slo" if router_name == "conductor" else "none"
-        policy = CompiledPolicy(router_name, admission_name, router_options, admission_options)
-        policy.name = name
-        return policy
+        return CompiledPolicy(
+            name,
+            _part(ROUTERS, "router", router_name, router_options),
+            _part(ADMISSIONS, "admission", admission_name, admission_options),
+            recheck=admission_name != "none",
+        )
     if Path(name).is_dir():
         from .run_folder import load_run
 

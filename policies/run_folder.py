@@ -265,8 +265,6 @@ def load_run(path: Path) -> Policy:
             )
         print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
         file = last
-    scorer = load_weights(file, config["network"])
-    import torch
+    from .compiled_scorer import compiled_policy
 
-    torch.set_num_threads(1)  # the network is small: more threads only wait for one another
-    return NetworkPolicy(scorer, str(path), bool(config.get("recheck", True)))
+    return compiled_policy(load_weights(file, config["network"]), str(path), bool(config.get("recheck", True)))

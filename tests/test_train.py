@@ -17,7 +17,7 @@ import yaml
 
 from policies import make_policy
 from policies.run_folder import load_weights
-from train import Options, UsageError, main, options_from_yaml, parse, parse_load
+from train import Options, UsageError, main, options_from_yaml, parse, parse_range
 
 ROOT = Path(__file__).parents[1]
 _FLAGS = (
@@ -163,7 +163,7 @@ def test_config_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text("steps: 5000\nload: [1.0, 1.5]\nn-steps: 64\nlr: 1\n")
     options = parse(["--config", str(file), "--steps", "7000"])
     assert (options.steps, options.n_steps, options.lr) == (7000, 64, 1.0)
-    assert parse_load(options.load) == (1.0, 1.5)
+    assert parse_range("load", options.load) == (1.0, 1.5)
     for text, match in (
         ("stepz: 1", "unknown option 'stepz'"),
         ("steps: many", "'steps'"),

@@ -32,7 +32,13 @@ _CONTRACT = (
 )
 _SOURCES = {
     "envs": (*_CONTRACT, "envs/kernel/*.py"),
-    "policies": (*_CONTRACT, "policies/routers.py", "policies/peers.py", "policies/early_rejection.py"),
+    "policies": (
+        *_CONTRACT,
+        "policies/routers.py",
+        "policies/peers.py",
+        "policies/early_rejection.py",
+        "policies/compiled_scorer.py",
+    ),
     "runtime": (*_CONTRACT, "envs/kernel/*.py", "runtime/kernel/*.py"),
 }
 

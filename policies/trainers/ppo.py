@@ -31,7 +31,7 @@ from policies.policy import PolicyError
 from policies.run_folder import checkpoint_file, last_checkpoint
 from policies.trainers.progress import Progress
 from policies.trainers.record import OUTCOMES, Record
-from traces import Trace
+from policies.trainers.workload import Workload
 
 BASELINE = 0.8  # good requests per step that count as reward 0
 REWARD_SCALE = 0.02
@@ -252,8 +252,7 @@ def train(
     options: Options,
     folder: Path,
     spec: ClusterSpec,
-    traces: Sequence[Trace],
-    load: tuple[float, float],
+    workloads: Sequence[Workload],
     resume: bool,
 ) -> bool:
     """Train into a run folder that has its config.yaml; False when a signal stopped it, all saved.
@@ -261,9 +260,9 @@ def train(
     Raises:
         PolicyError: the folder cannot be resumed, or the device is not there.
     """
-    if len(traces) != 1:
+    if len(workloads) != 1:
         raise PolicyError("--algo ppo takes one trace")
-    trace = traces[0]
+    trace, load = workloads[0].trace, workloads[0].load
     if options.device != "cuda":
         torch.set_num_threads(
             1

@@ -15,9 +15,11 @@ the policy is one network and is exported as any other.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+import zipfile
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import FrameType
@@ -30,19 +32,30 @@ from numpy.typing import NDArray
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec
 from envs.state import Observation, Source
+from policies.compiled_scorer import compiled_policy
 from policies.networks import SetScorer
 from policies.policy import Policy, PolicyError
 from policies.registry import CompiledPolicy, make_policy
-from policies.run_folder import NetworkPolicy, action_masks, checkpoint_file, float32_tables, save_weights, write_atomically
+from policies.run_folder import (
+    action_masks,
+    checkpoint_file,
+    float32_tables,
+    save_weights,
+    write_atomically,
+)
+from policies.trainers.progress import Progress
 from policies.trainers.validation import goodput
-from traces import Trace
+from policies.trainers.workload import Workload
 
 CLUSTERS = 16  # replayed side by side
-CHECKED = 20  # of as many samples one is held out of the fit
+BRANCHED = 25  # one of as many requests is branched at
+HELD_OUT = 20  # one of as many branches is kept from the fit
 OTHERS = 4  # candidates of each pool beside the base's choice: half the most promising, half drawn
 CANDIDATES = 2 + 2 * OTHERS + 2
 MOST_GAIN = 4.0  # good requests: what is beyond in a difference is luck of what follows
-MARGINS = (0.0, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1.2)
+MARGINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3)  # good requests
+MOST_WORSE = 0.005  # goodput that a margin may cost on some part of the validation
+LOADS = 5  # of the validation, over the range trained on
 BATCH = 512
 SOURCES = len(Source)
 
@@ -51,27 +64,25 @@ class Options(Protocol):
     """The options of `train.py` that this trainer reads."""
 
     @property
-    def part(self) -> str: ...
-    @property
-    def episode_requests(self) -> int: ...
-    @property
-    def seed(self) -> int: ...
-    @property
     def base(self) -> str: ...
     @property
     def states(self) -> int: ...
     @property
+    def rounds(self) -> int: ...
+    @property
     def horizon(self) -> int: ...
     @property
-    def rounds(self) -> int: ...
+    def fit_epochs(self) -> int: ...
+    @property
+    def fit_lr(self) -> float: ...
     @property
     def hidden(self) -> int: ...
     @property
-    def lr(self) -> float: ...
-    @property
-    def epochs(self) -> int: ...
+    def episode_requests(self) -> int: ...
     @property
     def eval_requests(self) -> int: ...
+    @property
+    def seed(self) -> int: ...
 
 
 class Branches(NamedTuple):
@@ -85,6 +96,11 @@ class Branches(NamedTuple):
     actions: NDArray[np.int64]  # [N, K], the base's own first; -1 where there are fewer
     good: NDArray[np.float32]  # [N, K], requests that became good
 
+    def rows(self, numbers: NDArray[np.int64]) -> Branches:
+        """Some of the states."""
+        columns: Any = (column[numbers] for column in self)
+        return Branches(*columns)
+
 
 def candidates(observation: Observation, c: int, base: int, routed: int, rng: np.random.Generator) -> list[int]:
     """Decisions worth trying for cluster c: the base's own, rejecting, and one change of what its router chose.
@@ -94,7 +110,7 @@ def candidates(observation: Observation, c: int, base: int, routed: int, rng: np
     """
     if routed == 0:
         return [base]
-    decodes = observation.decode.shape[1]
+    decodes = int(observation.decode.shape[1])
     pair, source = divmod(routed - 1, SOURCES)
     prefill, decode = divmod(pair, decodes)
     table, masks = observation.prefill[c], observation.prefill_mask[c]
@@ -118,76 +134,76 @@ def candidates(observation: Observation, c: int, base: int, routed: int, rng: np
 
 
 class Branching:
-    """Replays windows of a trace under a policy, and branches at some of the requests.
+    """Replays windows of a workload under a policy, and branches at some of the requests.
 
     Args:
-        load: range of speeds, times the trace's own. base: the policy that decides in the branches.
+        base: the policy that decides in the branches. window: requests per window. horizon: requests per branch.
         workers: threads, each with a scratch cluster of its own.
     """
 
     def __init__(
-        self, spec: ClusterSpec, trace: Trace, load: tuple[float, float], base: str, window: int, horizon: int, workers: int
+        self, spec: ClusterSpec, workload: Workload, base: str, window: int, horizon: int, workers: int
     ) -> None:
-        self.trace, self.load, self.window, self.horizon = trace, load, min(window, trace.n_requests), horizon
-        self.simulator = Simulator.with_room(spec, trace, clusters=CLUSTERS + workers, requests=self.window)
-        self.bases = [_compiled(base) for _ in range(workers)]
+        self.trace, self.load = workload.train, workload.load
+        self.window, self.horizon = min(window, self.trace.n_requests), horizon
+        self.simulator = Simulator.with_room(spec, self.trace, clusters=CLUSTERS + workers, requests=self.window)
+        self.base = _compiled(base)
         self.router = _compiled(f"{base.partition('+')[0]}+none")
+        self.bases = [_compiled(base) for _ in range(workers)]  # by worker: each keeps what its router remembers
 
     def gather(
-        self, policy: Policy, share: float, rng: np.random.Generator, threads: ThreadPoolExecutor
-    ) -> Iterator[Branches]:
-        """The branches of one batch of windows, a piece at a time. `share`: of the requests that are branched at."""
+        self, policy: Policy, rng: np.random.Generator, threads: ThreadPoolExecutor, stopped: Callable[[], bool]
+    ) -> Branches | None:
+        """The branches of one batch of windows, in which `policy` decides; None when it was stopped."""
         simulator = self.simulator
         observation = Observation(*(table[:CLUSTERS] for table in simulator.observation_tables))
-        self.router.reset(CLUSTERS, 0)
+        for decider in (policy, self.base, self.router):
+            decider.reset(CLUSTERS, int(rng.integers(2**31)))
         for base in self.bases:
             base.reset(1, 0)
-        own = _compiled(self.bases[0].name)
-        own.reset(CLUSTERS, 0)
-        policy.reset(CLUSTERS, int(rng.integers(2**31)))
         for c in range(CLUSTERS):
             first = int(rng.integers(self.trace.n_requests - self.window + 1))
-            speed = float(rng.uniform(*self.load))
-            simulator.load(c, self.trace, first, first + self.window, speed=speed, recheck=own.recheck)
+            speed = float(np.exp(rng.uniform(*np.log(self.load))))
+            simulator.load(c, self.trace, first, first + self.window, speed=speed, recheck=self.base.recheck)
             simulator.observe(c)
-        done = np.zeros(CLUSTERS, np.bool_)
-        actions = np.zeros(simulator.clusters, np.int64)
-        finished = np.zeros(simulator.clusters, np.bool_)
+        actions, done = np.zeros(simulator.clusters, np.int64), np.zeros(simulator.clusters, np.bool_)
+        pieces = []
         for _ in range(self.window):
-            chosen = np.flatnonzero((rng.random(CLUSTERS) < share) & ~done)
+            if stopped():
+                return None
+            chosen = np.flatnonzero(rng.random(CLUSTERS) < 1 / BRANCHED)
             if len(chosen):
-                of_base, routed = own.decide(observation), self.router.decide(observation)
-                tried = [candidates(observation, c, int(of_base[c]), int(routed[c]), rng) for c in chosen]
-                worth = [c for c, found in zip(chosen, tried, strict=True) if len(found) > 1]
-                tried = [found for found in tried if len(found) > 1]
-                if worth:
-                    yield self._branch(observation, worth, tried, threads)
+                of_base, routed = self.base.decide(observation), self.router.decide(observation)
+                tried = [candidates(observation, int(c), int(of_base[c]), int(routed[c]), rng) for c in chosen]
+                pieces.append(self._branch(observation, chosen, tried, threads))
             actions[:CLUSTERS] = policy.decide(observation)
-            simulator.step(actions, finished, 0, CLUSTERS)
-            done = finished[:CLUSTERS]
+            simulator.step(actions, done, 0, CLUSTERS)
+        return joined(pieces)
 
     def _branch(
-        self, observation: Observation, clusters: list[Any], tried: list[list[int]], threads: ThreadPoolExecutor
+        self, observation: Observation, clusters: NDArray[np.int64], tried: list[list[int]], threads: ThreadPoolExecutor
     ) -> Branches:
-        workers = len(self.bases)
-
-        def work(worker: int) -> list[NDArray[np.int64]]:
-            return [
-                self.bases[worker].branch(
-                    self.simulator, int(c), CLUSTERS + worker, np.array(found, np.int64), horizon=self.horizon
-                )
-                for c, found in list(zip(clusters, tried, strict=True))[worker::workers]
-            ]
-
-        results = list(threads.map(work, range(workers)))
-        good = np.zeros((len(clusters), CANDIDATES), np.float32)
         actions = np.full((len(clusters), CANDIDATES), -1, np.int64)
-        for i, found in enumerate(tried):
-            actions[i, : len(found)] = found
-            good[i, : len(found)] = results[i % workers][i // workers]
+        good = np.zeros((len(clusters), CANDIDATES), np.float32)
+        for row, found in zip(actions, tried, strict=True):
+            row[: len(found)] = found
+
+        def work(worker: int) -> None:
+            for i in range(worker, len(clusters), len(self.bases)):
+                count, scratch = len(tried[i]), CLUSTERS + worker
+                good[i, :count] = self.bases[worker].branch(
+                    self.simulator, int(clusters[i]), scratch, actions[i, :count], horizon=self.horizon
+                )
+
+        list(threads.map(work, range(len(self.bases))))
         seen = Observation(*(table[clusters] for table in observation))
-        tables = float32_tables(seen)
-        return Branches(**tables, masks=action_masks(seen), actions=actions, good=good)
+        return Branches(**float32_tables(seen), masks=action_masks(seen), actions=actions, good=good)
+
+
+def joined(pieces: Sequence[Branches]) -> Branches:
+    """All of some branches."""
+    columns: Any = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
+    return Branches(*columns)
 
 
 def _compiled(name: str) -> CompiledPolicy:
@@ -204,10 +220,11 @@ def gate_of(base: str) -> tuple[float, float, float]:
     """
     policy = make_policy(base)
     router, _, admission = base.partition("+")
-    if not isinstance(policy, CompiledPolicy) or router.partition(":")[0] != "conductor" or not admission.startswith("priced"):
-        raise PolicyError(f"--base {base}: rollouts improve upon conductor[:...]+priced[:...], which the network's prior is")
+    names = (router.partition(":")[0], admission.partition(":")[0])
+    if not isinstance(policy, CompiledPolicy) or names != ("conductor", "priced"):
+        raise PolicyError(f"--base {base}: expected conductor:...+priced:..., which the prior of the network is")
     if policy.router_values.tolist() != [1.0, 1.0]:
-        raise PolicyError(f"--base {base}: expected conductor:threshold=1,min_over_both=1, as the network's prior has it")
+        raise PolicyError(f"--base {base}: expected conductor:threshold=1,min_over_both=1, which the prior always is")
     ttft, tbt, price = policy.admission_values.tolist()
     return ttft, tbt, price
 
@@ -237,7 +254,7 @@ def fit(
     scorer.margin.fill_(0.0)
     scorer.train()
     numbers = rng.permutation(len(branches.good))
-    held_out, fitted = np.split(numbers, [len(numbers) // CHECKED])
+    held_out, fitted = np.split(numbers, [len(numbers) // HELD_OUT])
     steps = max(1, epochs * -(-len(fitted) // BATCH))
     optimizer = torch.optim.AdamW(scorer.parameters(), lr=lr, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps + 1)
@@ -245,7 +262,7 @@ def fit(
         for rows in np.array_split(rng.permutation(fitted), -(-len(fitted) // BATCH)):
             if stopped():
                 return 0.0
-            loss, _ = loss_of(scorer, Branches(*(column[rows] for column in branches)))
+            loss, _ = loss_of(scorer, branches.rows(rows))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -255,5 +272,182 @@ def fit(
     if not len(held_out):
         return 0.0
     with torch.inference_mode():
-        loss, blind = loss_of(scorer, Branches(*(column[held_out] for column in branches)))
+        loss, blind = loss_of(scorer, branches.rows(held_out))
     return float(1.0 - loss / blind)
+
+
+class Run:
+    """One training: its folder, its workloads, and what has been found so far."""
+
+    def __init__(self, options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload]) -> None:
+        self.options, self.folder, self.spec, self.workloads = options, folder, spec, workloads
+        self.gate = gate_of(options.base)
+        self.metrics: dict[str, Any] = {"steps": 0, "validation": []}
+        self.stops = 0
+        self.branches = 0
+        self.branch_s = 0.0
+
+    def stop(self, number: int, frame: FrameType | None) -> None:
+        """Signal handler: stop soon; a second signal interrupts at once."""
+        self.stops += 1
+        signal.signal(number, signal.default_int_handler)
+
+    def stopped(self) -> bool:
+        return self.stops > 0
+
+    def new_scorer(self) -> SetScorer:
+        scorer = SetScorer(self.options.hidden, anchored=True)
+        scorer.gate.copy_(torch.tensor(self.gate))
+        return scorer.eval()
+
+    def goodputs(self, policy: Policy) -> dict[str, list[float]]:
+        """On the validation part of each trace, at each of some loads."""
+        return {
+            workload.trace.name: goodput(
+                policy, self.spec, workload.validation, workload.loads(LOADS), self.options.eval_requests
+            )
+            for workload in self.workloads
+        }
+
+    def choose_margin(self, scorer: SetScorer, base: dict[str, list[float]]) -> tuple[float, dict[str, list[float]]]:
+        """The margin with the best mean goodput on validation of those that make no part of it much worse."""
+        best: tuple[bool, float] = (False, -1.0)
+        chosen = (0.0, base)
+        for margin in MARGINS:
+            scorer.margin.fill_(margin)
+            found = self.goodputs(compiled_policy(scorer, "present", self.spec.decode_recheck))
+            worst = min(a - b for name in base for a, b in zip(found[name], base[name], strict=True))
+            rank = (worst >= -MOST_WORSE, _mean(found))
+            if rank > best:
+                best, chosen = rank, (margin, found)
+        scorer.margin.fill_(chosen[0])
+        return chosen
+
+    def note(self, states: int, found: dict[str, list[float]], **more: float) -> float:
+        """Add to the validation history; the mean goodput."""
+        score = _mean(found)
+        self.metrics["validation"].append({"steps": states, "goodput": score, "by_trace": found, **more})
+        self.metrics["steps"] = states
+        return score
+
+    def write(self) -> None:
+        write_atomically(self.folder / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
+
+
+def _mean(found: dict[str, list[float]]) -> float:
+    return float(np.mean([np.mean(scores) for scores in found.values()]))
+
+
+def train(options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload], resume: bool) -> bool:
+    """Train into a run folder that has its config.yaml; False when a signal stopped it.
+
+    Whole batches of branches are kept in checkpoints/ until the end, so that a resumed run gathers the others only and
+    ends with the same weights.
+
+    Raises:
+        PolicyError: a base that the network's prior cannot be.
+    """
+    torch.set_num_threads(1)  # the second core branches, or is somebody else's
+    run = Run(options, folder, spec, workloads)
+    before = {number: signal.signal(number, run.stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    started, cpu = time.perf_counter(), time.process_time()
+    try:
+        finished = _rounds(run)
+    except KeyboardInterrupt:  # the second signal
+        return False
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    session = {"seconds": time.perf_counter() - started, "cpu_s": time.process_time() - cpu}
+    session |= {"branches": run.branches, "branch_cpu_s": run.branch_s}
+    run.metrics["sessions"] = [{name: round(value, 3) for name, value in session.items()}]
+    if finished:
+        run.write()
+        for file in folder.glob("checkpoints/branches_*.npz"):
+            file.unlink()
+    return finished
+
+
+def _rounds(run: Run) -> bool:
+    from torch.utils.tensorboard import SummaryWriter
+
+    options, folder = run.options, run.folder
+    base_policy = make_policy(options.base)
+    base = run.goodputs(base_policy)
+    best = run.note(0, base)
+    run.metrics["best"] = {"steps": 0, "goodput": best}
+    scorer = run.new_scorer()
+    scorer.margin.fill_(1.0)
+    save_weights(folder / "best.zip", scorer)
+    workers = os.cpu_count() or 1
+    policy: Policy = base_policy
+    gathered: list[Branches] = []
+    total = options.rounds * options.states
+    window = options.episode_requests
+    with (
+        ThreadPoolExecutor(workers) as threads,
+        SummaryWriter(str(folder / "tensorboard")) as board,
+        Progress(total, 0) as progress,
+    ):
+        branchings = [Branching(run.spec, w, options.base, window, options.horizon, workers) for w in run.workloads]
+        states = 0
+        for number in range(options.rounds):
+            while states < (number + 1) * options.states:
+                batch = len(gathered)
+                file = folder / "checkpoints" / f"branches_{batch:06d}.npz"
+                branches = read_branches(file)
+                if branches is None:
+                    cpu = time.process_time()
+                    rng = np.random.default_rng([options.seed, batch])
+                    branches = branchings[batch % len(branchings)].gather(policy, rng, threads, run.stopped)
+                    if branches is None:
+                        return False
+                    run.branch_s += time.process_time() - cpu
+                    run.branches += int((branches.actions >= 0).sum())
+                    write_branches(file, branches)
+                gathered.append(branches)
+                states += len(branches.good)
+                speed = f"{run.branches / run.branch_s:,.0f} branches per CPU second" if run.branches else "kept"
+                progress.show(min(states, total), f"round {number + 1}: {speed}")
+            torch.manual_seed(options.seed)
+            scorer = run.new_scorer()
+            rng = np.random.default_rng([options.seed, number])
+            explained = fit(scorer, joined(gathered), options.fit_epochs, options.fit_lr, rng, run.stopped)
+            if run.stopped():
+                return False
+            margin, found = run.choose_margin(scorer, base)
+            score = run.note(states, found, margin=margin, explained=explained)
+            save_weights(checkpoint_file(folder, states), scorer)
+            if score > best:
+                best = score
+                run.metrics["best"] = {"steps": states, "goodput": score}
+                save_weights(folder / "best.zip", scorer)
+            board.add_scalar("validation/goodput", score, states)
+            board.add_scalar("fit/explained_variance", explained, states)
+            run.write()
+            progress.show(min(states, total), f"round {number + 1}: goodput {_mean(base):.4f} -> {score:.4f}")
+            policy = compiled_policy(scorer, f"round {number + 1}", run.spec.decode_recheck)
+    save_weights(folder / "final.zip", scorer)
+    return True
+
+
+def write_branches(file: Path, branches: Branches) -> None:
+    """Keep branches, so that a reader never sees half of them."""
+    unfinished = file.with_name(file.stem + ".unfinished.npz")
+    np.savez(unfinished, **branches._asdict())
+    unfinished.replace(file)
+
+
+def read_branches(file: Path) -> Branches | None:
+    """Branches that were kept; None if there is no such file.
+
+    Raises:
+        PolicyError: it is damaged.
+    """
+    if not file.is_file():
+        return None
+    try:
+        with np.load(file) as stored:
+            return Branches(**{name: stored[name] for name in Branches._fields})
+    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+        raise PolicyError(f"{file}: cannot be read: {error}; delete it to have it made anew") from None

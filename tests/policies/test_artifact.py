@@ -35,7 +35,8 @@ from policies.artifact import (
 )
 from policies.networks import MASKED, SetScorer
 from policies.run_folder import NetworkPolicy, action_masks, float32_tables, load_weights, observation_schema
-from train import Options, parse_load, write_config
+from policies.trainers.workload import Workload
+from train import Options, parse_range, write_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = Options(
@@ -56,8 +57,9 @@ def trained(factory: pytest.TempPathFactory) -> Path:
         for part in ("checkpoints", "tensorboard"):
             (folder / part).mkdir(parents=True)
         spec, trace = load_cluster(SMALL.cluster), traces.load(SMALL.trace).rows(0, 3000)
-        write_config(SMALL, folder, spec, [trace])
-        assert ppo.train(SMALL, folder, spec, [trace], parse_load(SMALL.load), False)
+        workloads = [Workload(trace, SMALL.part, parse_range("load", SMALL.load))]
+        write_config(SMALL, folder, spec, workloads)
+        assert ppo.train(SMALL, folder, spec, workloads, False)
         _made["run"] = folder
     return _made["run"]
 

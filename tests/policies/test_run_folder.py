@@ -21,7 +21,8 @@ from policies.run_folder import (
     load_run,
     observation_schema,
 )
-from train import Options, parse_load, write_config
+from policies.trainers.workload import Workload
+from train import Options, parse_range, write_config
 
 SMALL = Options(
     cluster="2p2d", steps=256, envs=4, episode_requests=100, n_steps=32, minibatch=64, hidden=8,
@@ -38,8 +39,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for part in ("checkpoints", "tensorboard"):
         (folder / part).mkdir()
     spec, trace = load_cluster(SMALL.cluster), traces.load(SMALL.trace).rows(0, 3000)
-    write_config(SMALL, folder, spec, [trace])
-    assert ppo.train(SMALL, folder, spec, [trace], parse_load(SMALL.load), False)
+    workloads = [Workload(trace, SMALL.part, parse_range("load", SMALL.load))]
+    write_config(SMALL, folder, spec, workloads)
+    assert ppo.train(SMALL, folder, spec, workloads, False)
     return folder
 
 
