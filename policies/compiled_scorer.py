@@ -239,7 +239,7 @@ def set_scorer(observation, values, memory, decision):
     prior_reject = min(max(excess * REJECT_WEIGHT, -MOST_REJECT), MOST_REJECT)
 
     # the network
-    hidden = np.int64(values[0])
+    hidden = int(values[0])
     weights = values[HEADER:].view(np.float32)
     at = 0
     encoded = np.zeros((prefills + decodes) * hidden, np.float32)
