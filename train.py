@@ -19,11 +19,13 @@ A step is one decision for one arriving request: reject it, or choose a prefill 
 instance and where its cached prefix comes from. The reward is goodput: requests that meet their
 TTFT and TBT SLOs. What is trained scores instances as a set and starts as a heuristic (Algorithm 1
 of Mooncake with early rejection), so a run works on clusters of any size and starts sane.
+With --algo cma it is the options of a heuristic, --base: thresholds, weights, factors.
 
 examples:
   python train.py                       built-in workload, a few minutes, then a leaderboard
   python train.py --trace conversation_trace.jsonl --cluster 8p8d --steps 3000000 --out runs/mine
   python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
+  python train.py --algo cma --base conductor+priced --out runs/tuned    a minute, no torch
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
@@ -94,6 +96,14 @@ class Options:
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
     hidden: int = 48
     """Hidden units of the network."""
+    base: str = "conductor+slo"
+    """cma: the heuristic whose options are tuned; options in its name are where it starts."""
+    generations: int = 40
+    """cma: generations in all."""
+    population: int = 0
+    """cma: candidates per generation; 0: 4 + 3 log of the number of options."""
+    windows: int = 16
+    """cma: windows of the trace per generation, the same for all its candidates."""
 
 
 class Algorithm(NamedTuple):
@@ -102,6 +112,8 @@ class Algorithm(NamedTuple):
     meaning: str
     needs: tuple[str, ...]
     extra: str = "train"
+    network: bool = True
+    """Whether a network is trained; else the options of a heuristic, `--base`."""
 
 
 ALGORITHMS = {
@@ -109,6 +121,7 @@ ALGORITHMS = {
         "MaskablePPO of sb3-contrib with the set scorer",
         ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"),
     ),
+    "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), network=False),
 }
 
 # Errors that are the user's to mend, by name: importing their classes would import the simulator.
@@ -199,7 +212,7 @@ def check(options: Options) -> None:
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden"
+    whole += " minibatch n_steps hidden generations windows"
     for name in (*whole.split(), "lr", "clip"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
@@ -215,6 +228,8 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
             )
+    if options.population < 4 and options.population != 0:
+        raise UsageError(f"--population {options.population}: must be 4 or more, or 0")
     parse_load(options.load)
 
 
@@ -294,6 +309,7 @@ def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -
 
     from policies import run_folder
 
+    network = ALGORITHMS[options.algo].network
     config = {
         "format": run_folder.FORMAT,
         "algo": options.algo,
@@ -303,7 +319,7 @@ def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -
             if k not in ("config", "resume", "out", "overwrite")
         },
         "recheck": spec.decode_recheck,
-        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": False},
+        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": False} if network else None,
         "observation": run_folder.observation_schema(),
         "trained_on": {
             "traces": {trace.name: trace.checksum for trace in traces},
@@ -314,10 +330,13 @@ def write_config(options: Options, folder: Path, spec: Any, traces: list[Any]) -
         },
         "versions": {
             name: version(name)
-            for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+            for name in ("torch", "stable-baselines3", "sb3-contrib", "cma", "numpy")
             if installed(name.replace("-", "_"))
         },
     }
+    if not network:
+        resumed = (folder / "config.yaml").is_file()
+        config["policy"] = run_folder.read_config(folder)["policy"] if resumed else options.base
     run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
@@ -371,6 +390,10 @@ def run(options: Options, leaderboard: bool) -> int:
     trainer = importlib.import_module(f"policies.trainers.{options.algo}")
     spec = load_cluster(options.cluster)
     traces = load_traces(options, spec)
+    if not algorithm.network:
+        from policies.tuning import Space
+
+        Space(options.base)  # says now what cannot be tuned, before there is a folder
     folder = make_folder(options)
     if not options.resume:
         write_config(options, folder, spec, traces)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
@@ -38,6 +35,7 @@ from policies.run_folder import (
     last_checkpoint,
     write_atomically,
 )
+from policies.trainers.progress import Progress
 from policies.trainers.validation import goodput
 from traces import Trace
 
@@ -359,7 +357,7 @@ def train(
     }
     started = time.perf_counter()
     try:
-        with _progress(options.steps, model.num_timesteps) as callback.show:
+        with Progress(options.steps, model.num_timesteps) as callback.show:
             model.learn(
                 options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False
             )
@@ -402,36 +400,3 @@ def _timed(stream: RequestStream, callback: RunCallback) -> RequestStream:
 
     stream.step_wait = timed  # type: ignore[method-assign]
     return stream
-
-
-class _progress:
-    """A bar on a terminal, else a line about every ten seconds: `with _progress(...) as show`."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        self.console = Console(stderr=True)
-        self.steps = steps
-        self.printed_s = time.monotonic()
-        self.bar = Progress(
-            TextColumn("{task.completed:>9,.0f}/{task.total:,.0f}"),
-            BarColumn(20),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.bar.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> Callable[[int, str], None]:
-        self.bar.start()
-        return self.show
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def show(self, steps: int, text: str) -> None:
-        self.bar.update(self.task, completed=steps, description=text)
-        now_s = time.monotonic()
-        if not self.console.is_terminal and (now_s - self.printed_s > 10 or steps >= self.steps):
-            self.printed_s = now_s
-            print(f"{steps:>9,}/{self.steps:,}  {text}", file=sys.stderr, flush=True)
