@@ -18,7 +18,7 @@ from envs.spec import ClusterSpec
 from policies.policy import PolicyError
 from policies.run_folder import write_atomically, write_policy
 from policies.trainers.progress import Progress
-from policies.tuning import Search, Space, Trials
+from policies.tuning import Search, Space, Trials, evolve
 from traces import Trace
 
 VALIDATE_EVERY = 5  # generations
@@ -75,12 +75,9 @@ def train(
     started = time.perf_counter() - metrics["seconds"]
     if not metrics["validation"]:
         _validate(metrics, trials, 0, [options.base])
-    with Progress(options.generations, done) as show:
+    with Progress(options.generations, done) as progress:
         for generation in range(done + 1, options.generations + 1):
-            candidates = search.ask()
-            windows = trials.training(options.windows, (options.seed, generation))
-            goodput = trials.goodput(candidates, windows)
-            search.tell(goodput.tolist())
+            candidates, goodput = evolve(search, trials, options.windows, options.seed, generation)
             metrics["history"].append({"sigma": search.sigma, "candidates": goodput.tolist()})
             metrics["generations"] = generation
             scalars.write(generation, "train/goodput", float(goodput.mean()))
@@ -91,7 +88,7 @@ def train(
             metrics["seconds"] = round(time.perf_counter() - started, 3)
             write_policy(folder, metrics["best"]["policy"])
             write_atomically(folder / "metrics.json", json.dumps(metrics, indent=2) + "\n")
-            show(
+            progress.show(
                 generation,
                 f"goodput {goodput.mean():.3f}  validation {metrics['best']['goodput']:.4f} "
                 f"(as given {metrics['validation'][0]['goodput']:.4f})  step {search.sigma:.3f}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
@@ -12,11 +12,11 @@ from rich.progress import Progress as Bar
 
 
 class Progress:
-    """A bar on a terminal, else a line about every ten seconds: `with Progress(total, done) as show`."""
+    """A bar on a terminal, else a line about every ten seconds: `with Progress(...) as progress`."""
 
-    def __init__(self, total: int, done: int = 0) -> None:
+    def __init__(self, steps: int, done: int) -> None:
         self.console = Console(stderr=True)
-        self.total = total
+        self.steps = steps
         self.printed_s = time.monotonic()
         self.bar = Bar(
             TextColumn("{task.completed:>9,.0f}/{task.total:,.0f}"),
@@ -27,19 +27,18 @@ class Progress:
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self.task = self.bar.add_task("", total=total, completed=done)
+        self.task = self.bar.add_task("", total=steps, completed=done)
 
-    def __enter__(self) -> Callable[[int, str], None]:
+    def __enter__(self) -> Self:
         self.bar.start()
-        return self.show
+        return self
 
     def __exit__(self, *error: object) -> None:
         self.bar.stop()
 
-    def show(self, done: int, text: str) -> None:
-        """`done` of the total, and what there is to say."""
-        self.bar.update(self.task, completed=done, description=text)
+    def show(self, steps: int, text: str) -> None:
+        self.bar.update(self.task, completed=steps, description=text)
         now_s = time.monotonic()
-        if not self.console.is_terminal and (now_s - self.printed_s > 10 or done >= self.total):
+        if not self.console.is_terminal and (now_s - self.printed_s > 10 or steps >= self.steps):
             self.printed_s = now_s
-            print(f"{done:>9,}/{self.total:,}  {text}", file=sys.stderr, flush=True)
+            print(f"{steps:>9,}/{self.steps:,}  {text}", file=sys.stderr, flush=True)
