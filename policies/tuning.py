@@ -25,6 +25,7 @@ from .registry import ADMISSIONS, ROUTERS, CompiledPolicy, Option, make_policy, 
 
 VALIDATION_LOADS = 5
 FIRST_SIGMA = 0.25  # of the unit cube: the ends of a range are two standard deviations from its middle
+FINALISTS = 3
 LARGEST_SIGMA = 0.3  # beyond, it draws nearly evenly from the cube; noise alone would take it there
 
 
@@ -185,16 +186,22 @@ class Trials:
         self._threads = ThreadPoolExecutor(os.cpu_count())
 
     def training(self, count: int, seed: Sequence[int]) -> list[Window]:
-        """`count` windows at random places and loads, the traces in turn; the same for the same seed."""
+        """`count` windows, the traces in turn; the same for the same seed.
+
+        Each is anywhere in its trace. The n of a trace have one load each of n equal parts of its range.
+        """
         rng = np.random.default_rng(seed)
-        turn = int(rng.integers(len(self.traces)))
+        traces = len(self.traces)
+        turn = int(rng.integers(traces))
         windows = []
-        for i in range(turn, turn + count):
-            trace = i % len(self.traces)
+        for i in range(count):
+            trace = (turn + i) % traces
             first, last = self._training[trace]
             length = min(self.requests, last - first)
             start = int(rng.integers(first, last - length + 1))
-            load = float(rng.uniform(*self.loads[trace]))
+            low, high = self.loads[trace]
+            of_trace = -(-(count - i % traces) // traces)
+            load = low + (high - low) * (i // traces + rng.random()) / of_trace
             windows.append(Window(trace, start, start + length, load, int(rng.integers(2**32))))
         return windows
 
@@ -236,6 +243,22 @@ class Trials:
             room = min(max(self.requests, last - first), self.traces[trace].n_requests)
             simulators[trace] = Simulator.with_room(self.spec, self.traces[trace], requests=room)
         return simulators[trace]
+
+
+def evolve(
+    search: Search, trials: Trials, windows: int, seed: int, generation: int
+) -> tuple[list[str], NDArray[np.float64]]:
+    """One generation: its candidates, and the goodput of each on its `windows` windows, which the search is told."""
+    candidates = search.ask()
+    goodput = trials.goodput(candidates, trials.training(windows, (seed, generation)))
+    search.tell(goodput.tolist())
+    return candidates, goodput
+
+
+def finalists(search: Search, candidates: Sequence[str], goodput: NDArray[np.float64]) -> list[str]:
+    """What deserves to be judged on the validation part: the mean of the distribution, the best of a generation."""
+    best = np.argsort(-goodput, kind="stable")[:FINALISTS]
+    return [search.mean(), *(candidates[i] for i in best)]
 
 
 def part_of(trace: Trace, part: str) -> tuple[int, int]:

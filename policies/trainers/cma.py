@@ -1,6 +1,6 @@
 """CMA-ES on the options of a heuristic (`policies.tuning`), judged on windows of the traces.
 
-Every few generations the mean of the distribution and the best candidate are judged on the whole validation part, and
+Every few generations the mean of the distribution and the best candidates are judged on the whole validation part, and
 the best so far is the run's policy; at first that is the heuristic as it was given. All that the search depends on is
 the seed and what its candidates scored, so metrics.json, which has the scores, is what a run goes on from.
 """
@@ -18,7 +18,7 @@ from envs.spec import ClusterSpec
 from policies.policy import PolicyError
 from policies.run_folder import write_atomically, write_policy
 from policies.trainers.progress import Progress
-from policies.tuning import Search, Space, Trials, evolve
+from policies.tuning import Search, Space, Trials, evolve, finalists
 from traces import Trace
 
 VALIDATE_EVERY = 5  # generations
@@ -83,7 +83,7 @@ def train(
             scalars.write(generation, "train/goodput", float(goodput.mean()))
             scalars.write(generation, "train/sigma", search.sigma)
             if generation % VALIDATE_EVERY == 0 or generation == options.generations:
-                _validate(metrics, trials, generation, [search.mean(), candidates[int(goodput.argmax())]])
+                _validate(metrics, trials, generation, finalists(search, candidates, goodput))
                 scalars.write(generation, "validation/goodput", metrics["validation"][-1]["goodput"])
             metrics["seconds"] = round(time.perf_counter() - started, 3)
             write_policy(folder, metrics["best"]["policy"])
