@@ -20,7 +20,7 @@ from envs.spec import load_cluster
 from policies import ADMISSIONS, ROUTERS, PolicyError, make_policy
 from policies.__main__ import app
 from policies.registry import parse_heuristic
-from policies.tuned import capacity, pairs
+from policies.tuned import capacity, pairs, tuned
 from policies.tuning import Search, Space, Trials, Window
 from traces import builtin
 from train import main
@@ -309,6 +309,19 @@ def test_every_router_is_tuned_with_every_admission_that_leaves_something_to_tun
     without = sum(not router.options for router in ROUTERS.values())
     assert sum(map(len, found.values())) == len(ROUTERS) * len(ADMISSIONS) - without
     assert pairs(["llmd", "conductor+slo"])["conductor"] == ["conductor+slo"]
+
+
+def test_the_tuned_policies_of_the_project() -> None:
+    stored = yaml.safe_load((ROOT / "policies" / "tuned.yaml").read_text())
+    assert {plain.partition("+")[0] for plain in tuned()} == set(ROUTERS)
+    for plain, name in tuned().items():
+        make_policy(name)
+        router, admission, *_ = parse_heuristic(name) or ("", "")
+        assert plain == f"{router}+{admission}"
+        for option, value in options_of(name):
+            assert option.low <= value <= option.high, name
+        assert stored["policies"][plain]["validation"] >= stored["policies"][plain]["default"]
+    assert "/" not in stored["command"].replace("policies/tuned.yaml", "")
 
 
 def test_help_mentions_it(capsys: pytest.CaptureFixture[str]) -> None:
