@@ -62,7 +62,7 @@ def list_() -> None:
             print(f"  {name:{width}}  {part.meaning}")
             for option in part.options:
                 searched = "" if option.low is None else f" ({option.low:g} .. {option.high:g})"
-                print(f"  {'':{width}}    :{option.name}={option.default:g}{searched}  {option.meaning}")
+                print(f"  {'':{width}}    :{option.name}={option.default:g}  {option.meaning}{searched}")
     print("others:")
     print("  RUN          a run folder of train.py")
     print("  FILE.onnx    what `python -m policies export` made of one")
