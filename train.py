@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -19,11 +19,13 @@ A step is one decision for one arriving request: reject it, or choose a prefill 
 instance and where its cached prefix comes from. The reward is goodput: requests that meet their
 TTFT and TBT SLOs. What is trained scores instances as a set and starts as a heuristic (Algorithm 1
 of Mooncake with early rejection), so a run works on clusters of any size and starts sane.
+With --algo cma it is the options of a heuristic, --base: thresholds, weights, factors.
 
 examples:
   python train.py                       built-in workload, a few minutes, then a leaderboard
   python train.py --trace conversation_trace.jsonl --cluster 8p8d --steps 3000000 --out runs/mine
   python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
+  python train.py --algo cma --base conductor+priced --out runs/tuned    a minute, no torch
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
@@ -96,9 +98,9 @@ class Options:
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
     hidden: int = 48
     """Hidden units of the network."""
+    base: str = ""
+    """cma: the heuristic whose options are tuned, from those in its name on; rollout: the one to improve upon."""
     # rollout
-    base: str = "conductor:threshold=1,min_over_both=1+priced"
-    """rollout: the heuristic to improve upon."""
     rounds: int = 2
     """rollout: times that it visits states, tries out their decisions and fits; each follows the one before."""
     states: int = 12_000
@@ -109,6 +111,13 @@ class Options:
     """rollout: passes over all that was tried."""
     fit_lr: float = 2e-3
     """rollout: highest learning rate of these."""
+    # cma
+    generations: int = 40
+    """cma: generations in all."""
+    population: int = 0
+    """cma: candidates per generation; 0: 4 + 3 log of the number of options."""
+    windows: int = 16
+    """cma: windows of the trace per generation, the same for all its candidates."""
 
 
 class Algorithm(NamedTuple):
@@ -117,6 +126,10 @@ class Algorithm(NamedTuple):
     meaning: str
     needs: tuple[str, ...]
     extra: str = "train"
+    anchored: bool | None = False
+    """How the scores of the network trained are meant (policies.networks); None: no network, a heuristic's options."""
+    base: str = ""
+    """The heuristic that it begins with, where --base does not say."""
 
 
 ALGORITHMS = {
@@ -127,7 +140,10 @@ ALGORITHMS = {
     "rollout": Algorithm(
         "try out every decision at visited states, fit a set scorer to what became of them",
         ("torch", "sb3_contrib", "tensorboard"),
+        anchored=True,
+        base="conductor:threshold=1,min_over_both=1+priced:ttft=0.2,tbt=1,price=0.12",
     ),
+    "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), anchored=None, base="conductor+slo"),
 }
 
 # Errors that are the user's to mend, by name: importing their classes would import the simulator.
@@ -219,7 +235,7 @@ def check(options: Options) -> None:
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden rounds states horizon fit_epochs"
+    whole += " minibatch n_steps hidden rounds states horizon fit_epochs generations windows"
     for name in (*whole.split(), "lr", "clip", "fit_lr"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
@@ -238,6 +254,8 @@ def check(options: Options) -> None:
     parse_range("load", options.load)
     if options.capacity:
         parse_range("capacity", options.capacity)
+    if options.population < 4 and options.population != 0:
+        raise UsageError(f"--population {options.population}: must be 4 or more, or 0")
 
 
 def parse(arguments: list[str]) -> Options:
@@ -265,6 +283,7 @@ def parse(arguments: list[str]) -> Options:
         base = options_from_yaml(Path(first.config), base)
     options = flags(base)
     check(options)
+    options = replace(options, base=options.base or ALGORITHMS[options.algo].base)
     if options.resume and options.hidden != base.hidden:
         raise UsageError(
             f"--hidden {options.hidden}: the run in {options.resume} has {base.hidden}"
@@ -316,6 +335,8 @@ def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]
 
     from policies import run_folder
 
+    anchored = ALGORITHMS[options.algo].anchored
+    network = {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": anchored}
     config = {
         "format": run_folder.FORMAT,
         "algo": options.algo,
@@ -325,7 +346,7 @@ def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]
             if k not in ("config", "resume", "out", "overwrite")
         },
         "recheck": spec.decode_recheck,
-        "network": {"kind": run_folder.NETWORK, "hidden": options.hidden, "anchored": options.algo == "rollout"},
+        "network": None if anchored is None else network,
         "observation": run_folder.observation_schema(),
         "trained_on": {
             "traces": {w.trace.name: {"sha256": w.trace.checksum, "load": list(w.load)} for w in workloads},
@@ -336,10 +357,13 @@ def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]
         },
         "versions": {
             name: version(name)
-            for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+            for name in ("torch", "stable-baselines3", "sb3-contrib", "cma", "numpy")
             if installed(name.replace("-", "_"))
         },
     }
+    if anchored is None:
+        resumed = (folder / "config.yaml").is_file()
+        config["policy"] = run_folder.read_config(folder)["policy"] if resumed else options.base
     run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
 
 
@@ -357,7 +381,8 @@ def make_workloads(options: Options, spec: Any) -> list[Any]:
     Raises:
         UsageError: blocks that are not the cluster's, or a part without requests. traces.TraceError: no such trace.
     """
-    from policies.trainers.workload import Workload, capacity
+    from policies.trainers.workload import Workload
+    from policies.tuned import capacity
     from traces import load as load_trace
 
     found = []
@@ -373,7 +398,7 @@ def make_workloads(options: Options, spec: Any) -> list[Any]:
         workload = Workload(trace, options.part, parse_range("load", options.load))
         if options.capacity:
             low, high = parse_range("capacity", options.capacity)
-            most = capacity(spec, workload.train)
+            most = capacity(spec, trace)
             workload = workload._replace(load=(low * most, high * most))
         found.append(workload)
     if not found:
@@ -399,6 +424,10 @@ def run(options: Options, leaderboard: bool) -> int:
     trainer = importlib.import_module(f"policies.trainers.{options.algo}")
     spec = load_cluster(options.cluster)
     workloads = make_workloads(options, spec)
+    if algorithm.anchored is None:
+        from policies.tuning import Space
+
+        Space(options.base)  # says now what cannot be tuned, before there is a folder
     folder = make_folder(options)
     resumed = bool(options.resume)
     if not resumed:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,11 +28,18 @@ from .policy import Policy, PolicyError
 
 
 class Option(NamedTuple):
-    """A parameter of a router or an admission, with its default."""
+    """A parameter of a router or an admission, with its default.
+
+    It is searched from `low` to `high` (`policies.tuning`) in the given scale, `switch` meaning either of the two, and
+    not at all without them: it describes the cluster, or changes no decision. Any value may be given in a name.
+    """
 
     name: str
     default: float
     meaning: str
+    low: float | None = None
+    high: float | None = None
+    scale: Literal["linear", "log", "switch"] = "linear"
 
 
 class Part(NamedTuple):
@@ -55,12 +62,21 @@ def _first_line(function: Any) -> str:
     return str(function.__doc__).strip().splitlines()[0]
 
 
-_THRESHOLD = Option("threshold", 1.0, "load above which a request is rejected; 1 is the SLO itself")
+_THRESHOLD = Option("threshold", 1.0, "load above which a request is rejected; 1 is the SLO itself", 0.25, 1.5)
 
 _AIBRIX_GATES = (
-    Option("spread", 16.0, "difference in requests at which the least loaded is taken"),
-    Option("sigma", 1.0, "prefills with more requests than mean + this many standard deviations are left out"),
-    Option("throughput_spread", 2048.0, "difference in tokens per second at which the slowest decode is taken"),
+    Option("spread", 16.0, "difference in requests at which the least loaded is taken", 1.0, 64.0, "log"),
+    Option(
+        "sigma", 1.0, "prefills with more requests than mean + this many standard deviations are left out", 0.0, 3.0
+    ),
+    Option(
+        "throughput_spread",
+        2048.0,
+        "difference in tokens per second at which the slowest decode is taken",
+        50.0,
+        50000.0,
+        "log",
+    ),
 )
 
 ROUTERS: dict[str, Part] = {
@@ -71,58 +87,71 @@ ROUTERS: dict[str, Part] = {
     "cache_aware": _router(routers.cache_aware),
     "conductor": _router(
         routers.conductor,
-        Option("threshold", 1.5, "kvcache_balancing_threshold: fetch when the best prefix is this much longer"),
-        Option("min_over_both", 0.0, "1: fetch only where that is predicted to be faster too"),
+        Option(
+            "threshold",
+            1.5,
+            "kvcache_balancing_threshold: fetch when the best prefix is this much longer",
+            1.0,
+            16.0,
+            "log",
+        ),
+        Option("min_over_both", 0.0, "1: fetch only where that is predicted to be faster too", 0.0, 1.0, "switch"),
     ),
     # the cost functions of other systems
     "lmetric": _router(peers.lmetric),
     "dynamo": _router(
         peers.dynamo,
         Option("load_scale", 1.0, "prefill_load_scale"),
-        Option("device_credit", 1.0, "credit per block on the device"),
-        Option("host_credit", 0.75, "credit per block in host memory"),
+        Option("device_credit", 1.0, "credit per block on the device", 0.0, 2.0),
+        Option("host_credit", 0.75, "credit per block in host memory", 0.0, 2.0),
         Option("block_tokens", 512.0, "tokens per block"),
-        Option("tokens_per_s", 9000.0, "turns queued seconds into queued tokens"),
+        Option("tokens_per_s", 9000.0, "turns queued seconds into queued tokens", 500.0, 100000.0, "log"),
     ),
     "llmd": _router(
         peers.llmd,
-        Option("prefix", 3.0, "weight of the prefix-cache-scorer"),
-        Option("queue", 2.0, "weight of the queue-scorer"),
-        Option("kv", 2.0, "weight of the kv-cache-utilization-scorer"),
-        Option("length_weight", 0.0, "share of the prefix score that goes by the match's length, not its share"),
-        Option("longest_tokens", 8192.0, "match that counts as the longest there"),
+        Option("prefix", 3.0, "weight of the prefix-cache-scorer", 0.0, 10.0),
+        Option("queue", 2.0, "weight of the queue-scorer", 0.0, 10.0),
+        Option("kv", 2.0, "weight of the kv-cache-utilization-scorer", 0.0, 10.0),
+        Option(
+            "length_weight", 0.0, "share of the prefix score that goes by the match's length, not its share", 0.0, 1.0
+        ),
+        Option("longest_tokens", 8192.0, "match that counts as the longest there", 1000.0, 100000.0, "log"),
     ),
-    "llmd_latency": _router(peers.llmd_latency, Option("most", 0.0, "1: the most headroom to the SLO, not the least")),
+    "llmd_latency": _router(
+        peers.llmd_latency, Option("most", 0.0, "1: the most headroom to the SLO, not the least", 0.0, 1.0, "switch")
+    ),
     "prefix_affinity": _router(
         peers.prefix_affinity,
-        Option("threshold", 0.8, "share of the prompt from which an instance is sticky"),
-        Option("penalty_s", 18.0, "how much longer a sticky instance's queue may be; 0: any"),
-        Option("tokens_per_s", 15928.0, "turns queued seconds into queued tokens"),
+        Option("threshold", 0.8, "share of the prompt from which an instance is sticky", 0.0, 1.0),
+        Option("penalty_s", 18.0, "how much longer a sticky instance's queue may be; 0: any", 0.1, 60.0, "log"),
+        Option("tokens_per_s", 15928.0, "turns queued seconds into queued tokens", 500.0, 100000.0, "log"),
         Option("load_tokens", 4194304.0, "tokens at which the token-load-scorer ends"),
     ),
     "aibrix": _router(
         peers.aibrix,
         *_AIBRIX_GATES,
-        Option("prefill_ms", 0.0, "milliseconds per queued request; 0: its estimate for 512 tokens"),
+        Option("prefill_ms", 0.0, "milliseconds per queued request; 0: its estimate for 512 tokens", 0.0, 2000.0),
     ),
     "aibrix_prefix": _router(
         peers.aibrix_prefix,
         *_AIBRIX_GATES,
-        Option("least_match", 0.0, "percent of the prompt below which a match counts as none"),
-        Option("running_weight", 1.0, "weight of requests at a decode instance"),
-        Option("throughput_weight", 1.0, "weight of its throughput"),
+        Option("least_match", 0.0, "percent of the prompt below which a match counts as none", 0.0, 100.0),
+        Option("running_weight", 1.0, "weight of requests at a decode instance", 0.0, 2.0),
+        Option("throughput_weight", 1.0, "weight of its throughput", 0.0, 2.0),
     ),
     "smg": _router(
         peers.smg,
-        Option("cache_threshold", 0.3, "share of the prompt above which the longest match decides"),
-        Option("balance_abs", 64.0, "the pool is out of balance when requests differ by more than this"),
-        Option("balance_rel", 1.5, "and by more than this factor"),
-        Option("kv_pressure_s", 0.15, "weight of KV usage k, as k / (1 - k)"),
+        Option("cache_threshold", 0.3, "share of the prompt above which the longest match decides", 0.0, 1.0),
+        Option(
+            "balance_abs", 64.0, "the pool is out of balance when requests differ by more than this", 1.0, 256.0, "log"
+        ),
+        Option("balance_rel", 1.5, "and by more than this factor", 1.0, 10.0, "log"),
+        Option("kv_pressure_s", 0.15, "weight of KV usage k, as k / (1 - k)", 0.0, 2.0),
         Option("tokens_per_s", 2000.0, "throughput of an instance that decodes nothing"),
     ),
-    "vllm_router": _router(peers.vllm_router, Option("host_credit", 0.8, "credit of a token in host memory")),
+    "vllm_router": _router(peers.vllm_router, Option("host_credit", 0.8, "credit of a token in host memory", 0.0, 2.0)),
     "production_stack": _router(
-        peers.production_stack, Option("beta", 1.0, "what relative load weighs against the match")
+        peers.production_stack, Option("beta", 1.0, "what relative load weighs against the match", 0.02, 20.0, "log")
     ),
 }
 ADMISSIONS: dict[str, Part] = {
@@ -133,9 +162,9 @@ ADMISSIONS: dict[str, Part] = {
     "predictive": _admission(early_rejection.predictive, _THRESHOLD),
     "priced": _admission(
         early_rejection.priced,
-        Option("ttft", 1.0, "threshold of the predicted TTFT; 1 is the SLO itself"),
-        Option("tbt", 0.92, "threshold of the predicted TBT for a prompt of 8,000 tokens"),
-        Option("price", 0.07, "by how much that is lower for each e-fold of prompt tokens"),
+        Option("ttft", 1.0, "threshold of the predicted TTFT; 1 is the SLO itself", 0.03, 1.5, log=True),
+        Option("tbt", 0.92, "threshold of the predicted TBT for a prompt of 8,000 tokens", 0.25, 1.5),
+        Option("price", 0.07, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.3),
     ),
 }
 
@@ -258,8 +287,7 @@ def _part(parts: dict[str, Part], kind: str, name: str, given: dict[str, float])
     return part.callback, np.array(list((known | given).values()), np.float64)
 
 
-def _parse(part: str, whole: str) -> tuple[str, dict[str, float]]:
-    name, _, options = part.partition(":")
+def _parse(options: str, whole: str) -> dict[str, float]:
     values: dict[str, float] = {}
     for option in filter(None, options.split(",")):
         key, equals, value = option.partition("=")
@@ -271,7 +299,23 @@ def _parse(part: str, whole: str) -> tuple[str, dict[str, float]]:
                 raise ValueError
         except ValueError:
             raise PolicyError(f"policy {whole!r}: expected option=number, found {option!r}") from None
-    return name, values
+    return values
+
+
+def parse_heuristic(name: str) -> tuple[str, str, dict[str, float], dict[str, float]] | None:
+    """Router, admission and the options given of each, as `CompiledPolicy` takes them; None for other policies.
+
+    Raises:
+        PolicyError: an option that is no option=number.
+    """
+    router, plus, admission = name.partition("+")
+    router, _, options = router.partition(":")
+    if router not in ROUTERS:
+        return None
+    if not plus:
+        admission = "slo" if router == "conductor" else "none"
+    admission, _, admission_options = admission.partition(":")
+    return router, admission, _parse(options, name), _parse(admission_options, name)
 
 
 def make_policy(name: str) -> Policy:
@@ -280,17 +324,14 @@ def make_policy(name: str) -> Policy:
     Raises:
         PolicyError: there is no such policy; the message lists what there is.
     """
-    router, _, admission = name.partition("+")
-    router_name, router_options = _parse(router, name) if router.partition(":")[0] in ROUTERS else (router, {})
-    if router_name in ROUTERS:
-        admission_name, admission_options = _parse(admission, name) if "+" in name else ("", {})
-        if "+" not in name:
-            admission_name = "slo" if router_name == "conductor" else "none"
+    parts = parse_heuristic(name)
+    if parts is not None:
+        router, admission, router_options, admission_options = parts
         return CompiledPolicy(
             name,
-            _part(ROUTERS, "router", router_name, router_options),
-            _part(ADMISSIONS, "admission", admission_name, admission_options),
-            recheck=admission_name != "none",
+            _part(ROUTERS, "router", router, router_options),
+            _part(ADMISSIONS, "admission", admission, admission_options),
+            recheck=admission != "none",
         )
     if Path(name).is_dir():
         from .run_folder import load_run

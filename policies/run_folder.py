@@ -128,6 +128,12 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def write_policy(folder: Path, policy: str) -> None:
+    """Make a run without network be the policy of this name."""
+    config = read_config(folder) | {"policy": policy}
+    write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
+
+
 def write_atomically(file: Path, text: str) -> None:
     """Write a file so that a reader never sees half of it."""
     unfinished = file.with_name(file.name + ".unfinished")

@@ -13,15 +13,15 @@ import typer
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 
 
-def plain_errors(fault: type[Exception]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator of commands: a `fault` is one line on stderr and exit code 2; Ctrl-C is quiet."""
+def plain_errors(*faults: type[Exception]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A decorator of commands: one of the `faults` is one line on stderr and exit code 2; Ctrl-C is quiet."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         @wraps(command)
         def wrapped(*args: Any, **kwargs: Any) -> None:
             try:
                 command(*args, **kwargs)
-            except fault as error:
+            except faults as error:
                 print(f"error: {error}", file=sys.stderr)
                 raise typer.Exit(EXIT_BAD_INPUT) from None
             except KeyboardInterrupt:

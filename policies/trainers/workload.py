@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from envs.metrics import highest_load
-from envs.simulator import Simulator
-from envs.spec import ClusterSpec
-from policies.policy import PolicyError
-from policies.registry import CompiledPolicy, make_policy
 from traces import Trace
-
-TARGET = 0.9  # share of good requests at capacity
 
 
 class Workload(NamedTuple):
@@ -38,28 +31,3 @@ class Workload(NamedTuple):
         """`count` speeds, evenly over the range by factor."""
         low, high = self.load
         return [low] if low == high else np.geomspace(low, high, count).tolist()
-
-
-def capacity(spec: ClusterSpec, trace: Trace, reference: str = "conductor") -> float:
-    """The highest speed, times the trace's own, at which a heuristic serves 90 % of the requests within both SLOs.
-
-    Raises:
-        PolicyError: there is no such speed.
-    """
-    policy = make_policy(reference)
-    assert isinstance(policy, CompiledPolicy)
-    simulator = Simulator.with_room(spec, trace)
-
-    def attainment(loads: list[float]) -> list[float]:
-        shares = []
-        for load in loads:
-            policy.reset(1, 0)
-            simulator.load(0, trace, speed=load, recheck=policy.recheck)
-            policy.replay(simulator, 0)
-            shares.append(float(simulator.outcomes(0)["good"].mean()))
-        return shares
-
-    found = highest_load(attainment, TARGET)  # type: ignore[arg-type]
-    if found.load is None:
-        raise PolicyError(f"{trace.name} on {spec.name}: {TARGET:.0%} of good requests is {found.note}: give --load")
-    return found.load

@@ -57,7 +57,7 @@ def test_help_teaches_and_needs_no_torch(tmp_path: Path) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nfor name in ('torch', 'onnx', 'onnxruntime'):\n    sys.modules[name] = None\n"
     )
-    for arguments in (["--help"], ["list", "-h"], ["export", "-h"], ["show", "-h"], ["list"]):
+    for arguments in (["--help"], ["list", "-h"], ["export", "-h"], ["show", "-h"], ["tune", "-h"], ["list"]):
         shown = subprocess.run(
             [sys.executable, "-m", "policies", *arguments],
             cwd=ROOT,

@@ -24,7 +24,7 @@ from policies.networks import SetScorer
 from policies.registry import CompiledPolicy
 from policies.trainers import rollout
 from policies.trainers.rollout import Branches, Branching, candidates, fit, gate_of, loss_of, read_branches
-from policies.trainers.workload import Workload, capacity
+from policies.trainers.workload import Workload
 from train import main
 
 ROOT = Path(__file__).parents[2]
@@ -213,18 +213,3 @@ def test_a_damaged_batch_is_named(tmp_path: Path) -> None:
     file.write_bytes(b"PK\x03\x04 nothing")
     with pytest.raises(rollout.PolicyError, match="branches_000000.npz: cannot be read"):
         read_branches(file)
-
-
-def test_capacity_is_the_highest_load_that_is_served(workload: Workload) -> None:
-    spec = load_cluster("2p2d")
-    found = capacity(spec, workload.train)
-    policy = make_policy("conductor")
-    assert isinstance(policy, CompiledPolicy)
-    policy.reset(1, 0)
-    simulator = Simulator.with_room(spec, workload.train)
-    shares = []
-    for load in (found, found * 1.2):
-        simulator.load(0, workload.train, speed=load)
-        policy.replay(simulator, 0)
-        shares.append(simulator.outcomes(0)["good"].mean())
-    assert shares[0] >= 0.9 > shares[1]
