@@ -40,7 +40,7 @@ class Options:
     algo: str = "ppo"
     """How to train: ppo (MaskablePPO with a set scorer)."""
     trace: str = "builtin:conversation"
-    """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic."""
+    """Trace file in any public format, or builtin: or mooncake: with conversation, toolagent or synthetic behind it."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
     steps: int = 300_000
@@ -244,7 +244,7 @@ def make_folder(options: Options) -> Path:
             raise UsageError("--resume goes on in its own folder: leave --out away")
         folder = Path(options.resume)
     else:
-        stem = Path(options.trace).name.replace("builtin:", "").partition(".")[0]
+        stem = Path(options.trace).name.rpartition(":")[2].partition(".")[0]
         cluster = Path(options.cluster).stem
         stamp = time.strftime("%Y%m%d-%H%M%S")
         folder = Path(options.out or f"runs/{options.algo}-{cluster}-{stem}-{stamp}")
