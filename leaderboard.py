@@ -1,8 +1,8 @@
 """`python leaderboard.py`: compare schedulers on traces, with confidence intervals.
 
 Every policy replays the same requests on the same simulated cluster (docs/physics.md). A cell is
-(part of a trace, cluster, load); each cell is replayed once per seed. See `envs.metrics` for what
-is counted and how intervals are made.
+(part of a trace, cluster, load); each cell is replayed once per seed. A suite (`envs.suite`) is a list of
+cells. See `envs.metrics` for what is counted and how intervals are made.
 """
 
 from __future__ import annotations
@@ -19,21 +19,25 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
+import yaml
 
 from envs import metrics
 from envs.metrics import Replay
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
+from envs.suite import Suite, load_suite, suite_names
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
 from policies.run_folder import NetworkPolicy
 from traces import Trace, TraceError
 from traces import load as load_trace
+from traces.released import PREFIX as RELEASED_PREFIX
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -65,6 +69,8 @@ EXAMPLES = """examples:
       a trained policy against its teacher, and the highest load each sustains
   python leaderboard.py --policies mymodule:MyPolicy,conductor --json result.json --plot curve.png
       your own class with a decide(observation) method; see policies/policy.py
+  python leaderboard.py --suite heldout --policies runs/ppo-3,conductor,conductor+predictive
+      the first against the others on 25 cells that nothing was trained on
   python leaderboard.py --log decisions --policies runs/ppo-3,conductor+predictive --cluster live.yaml
       what other policies would have made of the live requests in a decision log, and how sure that is
 
@@ -128,13 +134,19 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A setting at a load."""
+    """A setting at a load: of a suite, under a name of its own, at `share` times its capacity."""
 
     setting: Setting
     load: float
     capacity: float | None = None
+    share: float | None = None
+    name: str = ""
 
     def __str__(self) -> str:
+        return self.name or self.description
+
+    @property
+    def description(self) -> str:
         share = "" if self.capacity is None else f" = {self.load / self.capacity:.3g} x capacity"
         return f"{self.setting}, load {self.load:.4g}{share}"
 
@@ -142,8 +154,11 @@ class Cell:
 def make_part(trace: Trace, part: str, warmup: int, seeds: int, name: str) -> Part:
     """Cut a part out of a trace, and make its seeds.
 
+    Args:
+        warmup: requests before the part to simulate first; of the whole trace, its own first ones.
+
     Raises:
-        LeaderboardError: the part is empty.
+        LeaderboardError: the part is empty, or all of it is warmup.
     """
     split = trace.split()
     ends = np.cumsum([0, *(piece.n_requests for piece in split)])
@@ -153,6 +168,10 @@ def make_part(trace: Trace, part: str, warmup: int, seeds: int, name: str) -> Pa
         first, last = int(ends[i]), int(ends[i + 1])
     if first == last:
         raise LeaderboardError(f"part {part!r} of trace {name!r} has no requests; expected some")
+    if part == "all":
+        first = warmup
+        if first >= last:
+            raise LeaderboardError(f"warmup of {warmup}: trace {name!r} has {last} requests; expected more")
     warmup = min(warmup, first)
     rows = trace.rows(first - warmup, last)
     made = (rows, *(rows.jitter(seed) for seed in range(1, seeds)))
@@ -344,6 +363,11 @@ class Result:
     rows: list[dict[str, Any]]
     cells: list[dict[str, Any]]
     paired: dict[str, Any] | None
+    """The first policy minus the best of the others, over all cells."""
+    paired_saturated: dict[str, Any] | None
+    """The same over the cells at or past capacity."""
+    worst: dict[str, Any] | None
+    """The cell where the first policy is furthest behind the best of the others there, or least ahead."""
     winner: str | None
     capacities: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
@@ -424,7 +448,14 @@ def evaluate(
     """Every policy on every cell; rows in order of cells, best goodput first within one."""
     pool = pool or Pool(1, Progress())
     settings = list(dict.fromkeys(cell.setting for cell in cells))
-    replays = _all_replays(contestants, cells, settings, seeds, pool)
+    scores: dict[tuple[Contestant, Cell], dict[str, Any]] = {}
+    goods: Goods = {}
+    for setting in settings:
+        # Setting by setting: what became of every request of a whole suite would not fit into memory.
+        replays = _replays([cell for cell in cells if cell.setting is setting], contestants, seeds, pool)
+        scoring = [(True, partial(metrics.score, of_cell, seeds)) for of_cell in replays.values()]
+        scores |= dict(zip(replays, pool.run("scores", scoring), strict=True))
+        goods |= {key: Good.of(of_cell) for key, of_cell in replays.items()}
     highest: dict[tuple[Contestant, Setting], list[metrics.Highest]] = {}
     if sustained:
         pairs = [(contestant, setting) for setting in settings for contestant in contestants]
@@ -441,44 +472,55 @@ def evaluate(
     for cell in cells:
         of_cell = []
         for contestant in contestants:
-            row = {"policy": contestant.name} | metrics.score(replays[contestant, cell], seeds)
+            row = {"policy": contestant.name} | scores[contestant, cell]
             row["decision_us"], row["decision_alone_us"] = times[contestant, cell.setting]
             for target, load in zip(TARGETS, highest.get((contestant, cell.setting), ())):
                 key = f"load_at_{round(100 * target)}"
                 row |= {key: load.load, f"{key}_note": load.note}
             of_cell.append(row | _about_cell(cell, seeds))
         rows += sorted(of_cell, key=lambda row: -float(row["goodput"]))
-        comparisons.append(_compare_cell(contestants, cell, replays))
-    paired = _paired_overall(contestants, cells, replays)
-    winner = _winner(contestants, cells, replays)
-    return Result(rows, comparisons, paired, winner)
+        comparisons.append(_compare_cell(contestants, cell, goods))
+    saturated = [cell for cell in cells if cell.share is not None and cell.share >= 1]
+    return Result(
+        rows,
+        comparisons,
+        _first_against_best(contestants, cells, goods),
+        _first_against_best(contestants, saturated, goods) if saturated else None,
+        _worst(comparisons),
+        _winner(contestants, cells, goods),
+    )
 
 
-Replays = dict[tuple[Contestant, Cell], list[Replay]]
+class Good(NamedTuple):
+    """Which requests of a cell were good under a policy, and the cell's blocks of time."""
+
+    good: np.ndarray  # 0/1, [S, R]
+    blocks: metrics.Blocks
+
+    @classmethod
+    def of(cls, replays: Sequence[Replay]) -> Good:
+        return cls(np.stack([replay.good for replay in replays]), metrics.time_blocks(replays[0].arrival_s))
 
 
-def _all_replays(
-    contestants: Sequence[Contestant],
-    cells: Sequence[Cell],
-    settings: Sequence[Setting],
-    seeds: Sequence[int],
-    pool: Pool,
-) -> Replays:
-    """Compiled policies: a task per replay. Stepped ones: a task per setting, all loads in a batch."""
+Goods = dict[tuple[Contestant, Cell], Good]
+
+
+def _replays(
+    cells: Sequence[Cell], contestants: Sequence[Contestant], seeds: Sequence[int], pool: Pool
+) -> dict[tuple[Contestant, Cell], list[Replay]]:
+    """Of the cells of one setting. Compiled policies: a task per cell. Stepped ones: all loads in a batch."""
+    setting = cells[0].setting
     tasks: list[tuple[bool, Callable[[], list[Replay]]]] = []
     keys: list[list[tuple[Contestant, Cell]]] = []
-    for setting in settings:
-        here = [cell for cell in cells if cell.setting is setting]
-        for contestant in contestants:
-            groups = [[c] for c in here] if contestant.compiled else [here]
-            for group in groups:
-                runs = [(cell.load, seed) for cell in group for seed in seeds]
-                tasks.append((contestant.compiled, partial(contestant.replays, setting, runs)))
-                keys.append([(contestant, cell) for cell in group for _ in seeds])
-    replays: Replays = {(contestant, cell): [] for contestant in contestants for cell in cells}
-    for key_list, made in zip(keys, pool.run("replays", tasks), strict=True):
+    for contestant in contestants:
+        for group in [[c] for c in cells] if contestant.compiled else [cells]:
+            runs = [(cell.load, seed) for cell in group for seed in seeds]
+            tasks.append((contestant.compiled, partial(contestant.replays, setting, runs)))
+            keys.append([(contestant, cell) for cell in group for _ in seeds])
+    replays: dict[tuple[Contestant, Cell], list[Replay]] = {}
+    for key_list, made in zip(keys, pool.run(f"replays: {setting}", tasks), strict=True):
         for key, replay in zip(key_list, made, strict=True):
-            replays[key].append(replay)
+            replays.setdefault(key, []).append(replay)
     return replays
 
 
@@ -494,6 +536,7 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "spec_checksum": cell.setting.spec.checksum,
         "load": cell.load,
         "capacity": cell.capacity,
+        "times_capacity": cell.share,
         "seeds": len(seeds),
         "windows": 1,
         "warmup": part.warmup,
@@ -504,63 +547,64 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def _goods(replays: list[Replay]) -> np.ndarray:
-    return np.stack([replay.good for replay in replays])
+def _difference(ours: Contestant, theirs: Contestant, cell: Cell, goods: Goods) -> metrics.Interval:
+    mine = goods[ours, cell]
+    return metrics.difference(mine.good, goods[theirs, cell].good, mine.blocks)
 
 
-def _difference(ours: Contestant, theirs: Contestant, cell: Cell, replays: Replays) -> Any:
-    blocks = metrics.time_blocks(replays[ours, cell][0].arrival_s)
-    return metrics.difference(_goods(replays[ours, cell]), _goods(replays[theirs, cell]), blocks)
-
-
-def _ranked(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
-) -> list[Contestant]:
+def _ranked(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods) -> list[Contestant]:
     """Best mean goodput over the cells first; equal ones in the order given."""
 
     def goodput(contestant: Contestant) -> float:
-        return float(np.mean([_goods(replays[contestant, cell]).mean() for cell in cells]))
+        return float(np.mean([goods[contestant, cell].good.mean() for cell in cells]))
 
     return sorted(contestants, key=lambda contestant: -goodput(contestant))
 
 
-def _over_cells(
-    ours: Contestant, theirs: Contestant, cells: Sequence[Cell], replays: Replays
-) -> dict[str, Any]:
+def _over_cells(ours: Contestant, theirs: Contestant, cells: Sequence[Cell], goods: Goods) -> dict[str, Any]:
     """Mean difference over cells. Cells share requests, so their errors are taken to be the same:
     the interval is the mean of the cells' intervals, wider than if they were independent."""
-    found = [_difference(ours, theirs, cell, replays) for cell in cells]
+    found = [_difference(ours, theirs, cell, goods) for cell in cells]
     mean, low, high = (float(np.mean([interval[i] for interval in found])) for i in range(3))
     return {"policy": ours.name, "baseline": theirs.name, "mean": mean, "low": low, "high": high}
 
 
-def _paired_overall(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
+def _first_against_best(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods
 ) -> dict[str, Any] | None:
+    """The first policy minus the best of the others over these cells."""
     if len(contestants) < 2:
         return None
-    best = _ranked(contestants[1:], cells, replays)[0]
-    return _over_cells(contestants[0], best, cells, replays)
+    best = _ranked(contestants[1:], cells, goods)[0]
+    return _over_cells(contestants[0], best, cells, goods)
 
 
-def _winner(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
-) -> str | None:
+def _winner(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods) -> str | None:
     if len(contestants) < 2:
         return None
-    first, second = _ranked(contestants, cells, replays)[:2]
-    return first.name if _over_cells(first, second, cells, replays)["low"] > 0 else None
+    first, second = _ranked(contestants, cells, goods)[:2]
+    return first.name if _over_cells(first, second, cells, goods)["low"] > 0 else None
 
 
-def _compare_cell(
-    contestants: Sequence[Contestant], cell: Cell, replays: Replays
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"cell": str(cell), "load": cell.load, "winner": None, "paired": None}
+def _compare_cell(contestants: Sequence[Contestant], cell: Cell, goods: Goods) -> dict[str, Any]:
+    """The best policy minus the second (`paired`), and the first minus the best of the others (`first`)."""
+    found: dict[str, Any] = {"cell": str(cell), "description": cell.description, "load": cell.load}
+    found |= {"winner": None, "paired": None, "first": None}
     if len(contestants) > 1:
-        first, second = _ranked(contestants, [cell], replays)[:2]
-        found["paired"] = _over_cells(first, second, [cell], replays)
-        found["winner"] = first.name if found["paired"]["low"] > 0 else None
+        best, second = _ranked(contestants, [cell], goods)[:2]
+        found["paired"] = _over_cells(best, second, [cell], goods)
+        found["winner"] = best.name if found["paired"]["low"] > 0 else None
+        other = second if best is contestants[0] else best
+        goodput = float(goods[other, cell].good.mean())
+        first = _over_cells(contestants[0], other, [cell], goods)
+        found["first"] = first | {"relative": first["mean"] / goodput if goodput else math.nan}
     return found
+
+
+def _worst(comparisons: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The cell where the first policy does worst, as a share of what the best of the others has there."""
+    known: list[dict[str, Any]] = [{"cell": c["cell"]} | c["first"] for c in comparisons if c["first"]]
+    return min((c for c in known if math.isfinite(c["relative"])), key=lambda c: float(c["relative"]), default=None)
 
 
 # --- from a decision log ---------------------------------------------------------------------------
@@ -846,6 +890,8 @@ def as_json(result: Result) -> str:
     whole = {
         "rows": result.rows,
         "paired": result.paired,
+        "paired_saturated": result.paired_saturated,
+        "worst": result.worst,
         "winner": result.winner,
         "cells": result.cells,
         "capacities": result.capacities,
@@ -885,7 +931,8 @@ def print_tables(result: Result, console: Console) -> None:
     """One table per cell, the sustained loads, then what the figures mean and who won."""
     for comparison in result.cells:
         rows = [row for row in result.rows if row["cell"] == comparison["cell"]]
-        table = _table(f"{comparison['cell']}: {rows[0]['offered']:.0f} requests")
+        named = "" if comparison["cell"] == comparison["description"] else f"{comparison['cell']}: "
+        table = _table(f"{named}{comparison['description']}: {rows[0]['offered']:.0f} requests")
         table.add_column("goodput", justify="right")
         table.add_column("95 %\ninterval", justify="right", no_wrap=True)
         for heading, _, _ in COLUMNS:
@@ -956,15 +1003,24 @@ def _print_footer(result: Result, console: Console) -> None:
             f"capacity of {capacity['setting']}: load {capacity['load']:.4g}, {capacity['meaning']}"
         )
     if len(result.cells) > 1 and result.paired is not None:
-        paired = result.paired
         say(
-            f"over all cells: {paired['policy']} minus the best of the others, {paired['baseline']}: "
-            f"{paired['mean']:+.4f} [{paired['low']:+.4f}, {paired['high']:+.4f}]; "
+            f"over all {len(result.cells)} cells: {_minus_best(result.paired)}; "
             + (f"winner: {result.winner}" if result.winner else "no winner: intervals overlap")
         )
+    if result.paired_saturated is not None:
+        say(f"over the cells at or past capacity: {_minus_best(result.paired_saturated)}")
+    if len(result.cells) > 1 and result.worst is not None:
+        say(f"worst cell, {result.worst['cell']}: {_minus_best(result.worst)}, {result.worst['relative']:+.2%} of it")
     for key in ("goodput", "seeds", "method", "decision_us"):
         say(str(result.about["notes"][key]))
     say(f"code {result.about['code_version']}")
+
+
+def _minus_best(paired: dict[str, Any]) -> str:
+    return (
+        f"{paired['policy']} minus the best of the others, {paired['baseline']}: "
+        f"{paired['mean']:+.4f} [{paired['low']:+.4f}, {paired['high']:+.4f}]"
+    )
 
 
 def plot(result: Result, file: str) -> None:
@@ -1005,7 +1061,7 @@ def notes(seeds: int) -> dict[str, str]:
     return {
         "goodput": (
             "goodput: share of all offered requests that completed within both SLOs; counts are "
-            "means over seeds. Each part is one replay, caches cold unless --warmup is given."
+            "means over seeds. Each part is one replay, caches cold unless there is a warmup."
         ),
         "seeds": (
             f"seeds: {seeds}. Seed 0 is the trace as it is; others spread requests with equal "
@@ -1078,6 +1134,20 @@ def default_policies() -> list[str]:
     return ["conductor", *(f"conductor+{admission}" for admission in admissions), *others]
 
 
+TUNED = ROOT / "policies" / "tuned.yaml"
+"""The heuristics with options tuned, where that was done: `policies`, from plain to full names."""
+
+
+def suite_policies() -> list[str]:
+    """What a suite compares unless told: the learned policy, where there is one, and the heuristics as tuned."""
+    heuristics = list(yaml.safe_load(TUNED.read_text())["policies"].values()) if TUNED.is_file() else default_policies()
+    try:
+        make_policy("learned")
+    except PolicyError:
+        return heuristics
+    return ["learned", *heuristics]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line, with lists of policies and clusters in its help."""
     made = _Parser(
@@ -1095,10 +1165,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=policy_names,
         metavar="A,B,...",
-        help="default: all heuristics",
+        help="default: all heuristics; of a suite, as tuned, and the learned policy",
     )
     add("--trace", action="append", type=_names, metavar="FILE",
-        help=f"any public trace, or builtin:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+        help=f"any public trace, builtin:NAME or mooncake:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+    add("--suite", metavar="NAME|FILE",
+        help=f"evaluate a suite's cells: {', '.join(suite_names())}, or a YAML file like envs/suites.yaml")  # fmt: skip
+    add("--cells", metavar="GLOB", help="of a suite, only the cells of these names, such as '*-1.5x'")
     add("--log", metavar="FOLDER",
         help="evaluate from a decision log instead: agreement, weighted and direct estimates, replay")  # fmt: skip
     add("--part", action="append", type=_names, metavar="|".join(PARTS),
@@ -1116,10 +1189,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="POLICY",
         help="for --capacity (default conductor)",
     )
-    add("--seeds", type=_at_least(1), default=DEFAULT_SEEDS, metavar="N",
-        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS})")  # fmt: skip
+    add("--seeds", type=_at_least(1), metavar="N",
+        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS}; the suite's)")  # fmt: skip
     add("--warmup", type=_at_least(0), default=0, metavar="N",
-        help="requests before the part to simulate first, not counted (default 0: cold caches)")  # fmt: skip
+        help="requests before the part (of a whole trace its first) to simulate, not count (default 0)")  # fmt: skip
     add("--sustained", action=argparse.BooleanOptionalAction, default=None,
         help="also search the highest load at 90 %% and 99 %% attainment (on without arguments)")  # fmt: skip
     add(
@@ -1136,10 +1209,18 @@ def parser() -> argparse.ArgumentParser:
         help="threads (default: CPUs)",
     )
     add(
-        "--list", action="store_true", help="list policies with their meaning and options, and stop"
+        "--list", action="store_true", help="list policies with their meaning and options, and suites, and stop"
     )
     add("--debug", action="store_true", help="show the traceback of an error")
     return made
+
+
+def list_suites() -> str:
+    """Every built-in suite with its cells."""
+    lines = []
+    for suite in map(load_suite, suite_names()):
+        lines += [f"suite {suite.name}: {suite.about}", *(f"  {cell.name}" for cell in suite.cells)]
+    return "\n".join(lines)
 
 
 def list_policies() -> str:
@@ -1165,8 +1246,16 @@ def _flat(given: list[list[Any]] | None, otherwise: list[Any]) -> list[Any]:
     return list(dict.fromkeys(v for values in given for v in values)) if given else otherwise
 
 
-def make_settings(arguments: argparse.Namespace) -> list[Setting]:
-    """The (part, cluster) pairs asked for."""
+class Wanted(NamedTuple):
+    """A setting, and where on it: loads, or multiples of its capacity (each with the name of its cell, if any)."""
+
+    setting: Setting
+    loads: Sequence[float] = ()
+    shares: Sequence[tuple[float, str]] = ()
+
+
+def make_wanted(arguments: argparse.Namespace) -> list[Wanted]:
+    """The (part, cluster) pairs asked for, and the loads on each."""
     parts = _flat(arguments.part, [DEFAULT_PART])
     for part in parts:
         if part not in PARTS:
@@ -1176,59 +1265,112 @@ def make_settings(arguments: argparse.Namespace) -> list[Setting]:
     clusters = _flat(arguments.cluster, [DEFAULT_CLUSTER])
     for cluster in clusters:
         load_cluster(cluster)
-    settings = []
-    for name in _flat(arguments.trace, [DEFAULT_TRACE]):
-        trace = load_trace(name)
+    loads = _flat(arguments.load, [])
+    shares = [(share, "") for share in _flat(arguments.capacity, [])]
+    if not loads and not shares:
+        loads = [1.0] if arguments.trace else list(DEFAULT_LOADS)
+    wanted = []
+    for given in _flat(arguments.trace, [DEFAULT_TRACE]):
+        name, trace = named_trace(given)
         for part in parts:
             made = make_part(trace, part, arguments.warmup, arguments.seeds, name)
-            settings += [make_setting(trace, made, cluster) for cluster in clusters]
-    return settings
+            wanted += [Wanted(make_setting(trace, made, cluster), loads, shares) for cluster in clusters]
+    return wanted
+
+
+def suite_wanted(suite: Suite, glob: str, seeds: int) -> list[Wanted]:
+    """The settings of a suite with the loads of the cells that are called so.
+
+    Raises:
+        LeaderboardError: none is.
+    """
+    chosen = [cell for cell in suite.cells if fnmatchcase(cell.name, glob)]
+    if not chosen:
+        raise LeaderboardError(f"--cells {glob}: suite {suite.name} has {', '.join(cell.name for cell in suite.cells)}")
+    settings = list(dict.fromkeys(cell.setting for cell in chosen))
+    traces = {given: named_trace(given) for given in dict.fromkeys(setting.trace for setting in settings)}
+    parts = {
+        (given, part): make_part(traces[given][1], part, suite.warmup, seeds, traces[given][0])
+        for given, part in dict.fromkeys((setting.trace, setting.part) for setting in settings)
+    }
+    return [
+        Wanted(
+            make_setting(traces[setting.trace][1], parts[setting.trace, setting.part], setting.cluster),
+            shares=[(cell.share, cell.name) for cell in chosen if cell.setting is setting],
+        )
+        for setting in settings
+    ]
+
+
+def named_trace(given: str) -> tuple[str, Trace]:
+    """A trace, and what results call it: what was given, but that a stand-in is called one."""
+    trace = load_trace(given)
+    return (trace.name if given.startswith(RELEASED_PREFIX) else given), trace
 
 
 def make_cells(
-    arguments: argparse.Namespace, settings: Sequence[Setting], pool: Pool
+    wanted: Sequence[Wanted], reference: str, seeds: int, pool: Pool
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """The cells asked for, and the capacities measured for them."""
-    loads = _flat(arguments.load, [])
-    shares = _flat(arguments.capacity, [])
-    if not loads and not shares:
-        loads = [1.0] if arguments.trace else list(DEFAULT_LOADS)
+    """The cells asked for, and the capacities measured for them.
+
+    Raises:
+        LeaderboardError: the reference never meets 90 %, or always.
+    """
+    of_capacity = [want.setting for want in wanted if want.shares]
+    found: dict[Setting, metrics.Highest] = {}
+    if of_capacity:
+        policy = Contestant(reference)
+        searches = [(policy.compiled, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
+        found = {s: highest for s, (highest,) in zip(of_capacity, pool.run("capacities", searches), strict=True)}
     cells, capacities = [], []
-    reference = Contestant(arguments.reference) if shares else None
-    for setting in settings:
+    for setting, loads, shares in wanted:
         cells += [Cell(setting, load) for load in loads]
-        if reference is None:
+        if not shares:
             continue
-        search = (
-            reference.compiled,
-            partial(sustained_loads, reference, setting, range(arguments.seeds), [0.9]),
-        )
-        (found,) = pool.run("capacity", [search])[0]
-        if found.load is None:
+        capacity = found[setting].load
+        if capacity is None:
             raise LeaderboardError(
-                f"capacity of {setting}: 90 % attainment by {reference.name} is {found.note}; "
+                f"capacity of {setting}: 90 % attainment by {reference} is {found[setting].note}; "
                 "expected a load that separates; use --load"
             )
         capacities.append(
             {
                 "setting": str(setting),
-                "reference": reference.name,
-                "load": found.load,
-                "meaning": f"the highest at which {reference.name} meets 90 % attainment",
+                "reference": reference,
+                "load": capacity,
+                "meaning": f"the highest at which {reference} meets 90 % attainment",
             }
         )
-        cells += [Cell(setting, share * found.load, found.load) for share in shares]
+        cells += [Cell(setting, share * capacity, capacity, share, name) for share, name in shares]
     return cells, capacities
+
+
+def chosen_suite(arguments: argparse.Namespace) -> Suite | None:
+    """The suite asked for, if one was.
+
+    Raises:
+        LeaderboardError: with options that say what the suite says.
+    """
+    if arguments.suite is None:
+        if arguments.cells is not None:
+            raise LeaderboardError(f"--cells {arguments.cells} chooses from a suite; expected --suite with it")
+        return None
+    for option in ("trace", "part", "cluster", "load", "capacity", "warmup", "log"):
+        if getattr(arguments, option):
+            raise LeaderboardError(f"--{option} does not go with --suite: its cells say it (--cells chooses some)")
+    return load_suite(arguments.suite)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """What the command line asked for."""
-    if arguments.list:
-        print(list_policies())
+    if arguments.list or arguments.suite == "list":
+        print(list_suites() if arguments.suite else f"{list_policies()}\n{list_suites()}")
         return
-    names = _flat(arguments.policies, default_policies())
+    suite = chosen_suite(arguments)
+    names = _flat(arguments.policies, suite_policies() if suite else default_policies())
     if not names:
         raise LeaderboardError("--policies: expected at least one policy; see --list")
+    arguments.seeds = arguments.seeds or (suite.seeds if suite else DEFAULT_SEEDS)
     if arguments.load and arguments.capacity:
         raise LeaderboardError("--load and --capacity both give the load; use one of them")
     if arguments.log:
@@ -1237,15 +1379,15 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
         raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
     contestants = [Contestant(name) for name in names]
-    settings = make_settings(arguments)
+    wanted = suite_wanted(suite, arguments.cells or "*", arguments.seeds) if suite else make_wanted(arguments)
     if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
         raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
-    plain = not (arguments.policies or arguments.trace or arguments.load or arguments.capacity)
+    plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())
-    cells, capacities = make_cells(arguments, settings, pool)
+    cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
     result = evaluate(
         contestants, cells, seeds=range(arguments.seeds), sustained=sustained, pool=pool
     )
