@@ -28,6 +28,7 @@ import numpy as np
 import yaml
 
 from envs import metrics
+from envs.bound import LANDING_S, most_good
 from envs.metrics import Replay
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
@@ -443,6 +444,7 @@ def evaluate(
     *,
     seeds: Sequence[int] = (0,),
     sustained: bool = False,
+    headroom: bool = False,
     pool: Pool | None = None,
 ) -> Result:
     """Every policy on every cell; rows in order of cells, best goodput first within one."""
@@ -464,6 +466,11 @@ def evaluate(
             [(c.compiled, partial(sustained_loads, c, s, seeds, TARGETS)) for c, s in pairs],
         )
         highest = dict(zip(pairs, found, strict=True))
+    bounds: dict[Cell, dict[str, Any]] = {}
+    if headroom:
+        landed_s = [max(goods[contestant, cell].landing_s for contestant in contestants) for cell in cells]
+        bounding = [(True, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
+        bounds = dict(zip(cells, pool.run("bounds", bounding), strict=True))
     stored = {setting: stored_observations(setting) for setting in settings}
     times = {(c, s): decision_times(c, stored[s]) for s in settings for c in contestants}
 
@@ -477,9 +484,9 @@ def evaluate(
             for target, load in zip(TARGETS, highest.get((contestant, cell.setting), ())):
                 key = f"load_at_{round(100 * target)}"
                 row |= {key: load.load, f"{key}_note": load.note}
-            of_cell.append(row | _about_cell(cell, seeds))
+            of_cell.append(row | bounds.get(cell, {}) | _about_cell(cell, seeds))
         rows += sorted(of_cell, key=lambda row: -float(row["goodput"]))
-        comparisons.append(_compare_cell(contestants, cell, goods))
+        comparisons.append(_compare_cell(contestants, cell, goods) | bounds.get(cell, {}))
     saturated = [cell for cell in cells if cell.share is not None and cell.share >= 1]
     return Result(
         rows,
@@ -491,15 +498,26 @@ def evaluate(
     )
 
 
+def upper_bound(cell: Cell, landing_s: float) -> dict[str, Any]:
+    """The goodput that no policy can exceed in a cell, whose seeds it holds for (see `envs.bound`)."""
+    part = cell.setting.part
+    most = most_good(cell.setting.spec, part.traces, speed=cell.load, warmup=part.warmup, landing_s=landing_s)
+    return {"bound": most / part.requests, "bound_landing_s": landing_s}
+
+
 class Good(NamedTuple):
     """Which requests of a cell were good under a policy, and the cell's blocks of time."""
 
     good: np.ndarray  # 0/1, [S, R]
     blocks: metrics.Blocks
+    landing_s: float
+    """The longest from the end of a good request's prefill until its KV had landed."""
 
     @classmethod
     def of(cls, replays: Sequence[Replay]) -> Good:
-        return cls(np.stack([replay.good for replay in replays]), metrics.time_blocks(replays[0].arrival_s))
+        good = np.stack([replay.good for replay in replays])
+        took = [(r.outcomes["kv_ready_s"] - r.outcomes["prefill_end_s"])[r.good == 1] for r in replays]
+        return cls(good, metrics.time_blocks(replays[0].arrival_s), float(np.nanmax(np.concatenate(took), initial=0.0)))
 
 
 Goods = dict[tuple[Contestant, Cell], Good]
@@ -562,10 +580,18 @@ def _ranked(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goo
 
 
 def _over_cells(ours: Contestant, theirs: Contestant, cells: Sequence[Cell], goods: Goods) -> dict[str, Any]:
-    """Mean difference over cells. Cells share requests, so their errors are taken to be the same:
-    the interval is the mean of the cells' intervals, wider than if they were independent."""
+    """Mean difference over cells. Cells of one trace share requests, so their errors are taken to be the same: their
+    intervals are averaged. Different traces are independent: what they contribute is added as squares."""
     found = [_difference(ours, theirs, cell, goods) for cell in cells]
-    mean, low, high = (float(np.mean([interval[i] for interval in found])) for i in range(3))
+    mean = float(np.mean([interval.mean for interval in found]))
+    sides = []
+    for side in ("low", "high"):
+        errors: dict[str, float] = {}
+        for cell, interval in zip(cells, found, strict=True):
+            trace = cell.setting.part.checksum
+            errors[trace] = errors.get(trace, 0.0) + abs(getattr(interval, side) - interval.mean) / len(cells)
+        sides.append(math.hypot(*errors.values()))
+    low, high = mean - sides[0], mean + sides[1]
     return {"policy": ours.name, "baseline": theirs.name, "mean": mean, "low": low, "high": high}
 
 
@@ -625,7 +651,7 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """`--log`: evaluate policies from logged decisions."""
     from runtime.decision_log import read_log
 
-    for option in ("trace", "part", "load", "capacity", "sustained", "plot"):
+    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot"):
         if getattr(arguments, option):
             raise LeaderboardError(f"--{option} does not go with --log: a log has its own requests, at its own speed")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
@@ -945,6 +971,8 @@ def print_tables(result: Result, console: Console) -> None:
                 *(_figure(row[key], digits) for _, key, digits in COLUMNS),
             )
         console.print(table)
+        if "bound" in comparison:
+            console.print(f"no policy: more than {comparison['bound']:.4f} (upper bound)", highlight=False)
         _print_verdict(comparison, console)
         console.print()
     if "load_at_90" in result.rows[0]:
@@ -1011,6 +1039,9 @@ def _print_footer(result: Result, console: Console) -> None:
         say(f"over the cells at or past capacity: {_minus_best(result.paired_saturated)}")
     if len(result.cells) > 1 and result.worst is not None:
         say(f"worst cell, {result.worst['cell']}: {_minus_best(result.worst)}, {result.worst['relative']:+.2%} of it")
+    if "bound" in result.cells[0]:
+        mean = np.mean([cell["bound"] for cell in result.cells])
+        say(f"at most {mean:.4f} (upper bound) in the mean over cells. {BOUND}")
     for key in ("goodput", "seeds", "method", "decision_us"):
         say(str(result.about["notes"][key]))
     say(f"code {result.about['code_version']}")
@@ -1056,6 +1087,12 @@ def plot(result: Result, file: str) -> None:
     pyplot.close(figure)
 
 
+BOUND = (
+    "upper bound: no schedule, not even one that knows the future, has more (envs/bound.py), where the KV of good "
+    f"requests lands within {LANDING_S:g} s of the prefill's end, or as long as any took in these replays."
+)
+
+
 def notes(seeds: int) -> dict[str, str]:
     """What the figures mean, for the table's footer and the JSON."""
     return {
@@ -1068,6 +1105,7 @@ def notes(seeds: int) -> dict[str, str]:
             "timestamps over the gap to the next one (never changing their order), and seed the policy."
         ),
         "method": metrics.METHOD,
+        "bound": BOUND,
         "decision_us": (
             f"µs per decision: decide() on a batch of {OBSERVATIONS} stored observations, per "
             "observation, making it excluded; decision_alone_us in the JSON: one at a time."
@@ -1195,6 +1233,7 @@ def parser() -> argparse.ArgumentParser:
         help="requests before the part (of a whole trace its first) to simulate, not count (default 0)")  # fmt: skip
     add("--sustained", action=argparse.BooleanOptionalAction, default=None,
         help="also search the highest load at 90 %% and 99 %% attainment (on without arguments)")  # fmt: skip
+    add("--headroom", action="store_true", help="also say what no policy can exceed in each cell (an upper bound)")
     add(
         "--json",
         metavar="FILE|-",
@@ -1389,7 +1428,12 @@ def run(arguments: argparse.Namespace) -> None:
     pool = Pool(arguments.jobs, Progress())
     cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
     result = evaluate(
-        contestants, cells, seeds=range(arguments.seeds), sustained=sustained, pool=pool
+        contestants,
+        cells,
+        seeds=range(arguments.seeds),
+        sustained=sustained,
+        headroom=arguments.headroom,
+        pool=pool,
     )
     result.capacities = capacities
     result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}

@@ -339,6 +339,20 @@ def test_some_cells_of_a_suite_as_a_table(suite_file: str, capsys: Any) -> None:
         assert line in shown
 
 
+def test_headroom_is_above_every_policy(suite_file: str, capsys: Any) -> None:
+    given = ["--suite", suite_file, "--cells", "small*", "--policies", "conductor,random", "--headroom"]
+    assert leaderboard.main([*given, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        assert row["goodput"] <= row["bound"] <= 1
+        assert row["bound_landing_s"] == 10
+    assert [cell["bound"] for cell in found["cells"]] == [row["bound"] for row in found["rows"][::2]]
+    assert leaderboard.main(given) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("no policy: more than ") == 3
+    assert "at most " in shown and "(upper bound) in the mean" in shown
+
+
 def test_a_suite_compares_tuned_heuristics_unless_told(
     small_file: str, suite_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
