@@ -162,8 +162,8 @@ def test_of_several_traces_the_bound_holds_for_each() -> None:
 
 
 def test_decode_by_hand() -> None:
-    """A batch of four takes 0.1 s, the SLO; 200 outputs take it 20 s. What comes at once is prefilled within 30 s and lands
-    10 s later: (30 + 10 + 20 s) of four at a time are three such batches, and a little for slow iterations."""
+    """A batch of four takes 0.1 s, the SLO; 200 outputs take it 20 s. What comes at once is prefilled within 30 s and
+    lands 10 s later: (30 + 10 + 20 s) of four at a time are three such batches, and a little for slow iterations."""
     decode = {"times": {"base_s": 0.02, "per_request_s": 0.02, "per_token_s": 0.0}, "max_batch": 64}
     parameters = cluster({"ttft_s": 30.0, "tbt_s": 0.1}, decode, prefill=64)
     assert 12 <= most_good(parameters, [same(100, 200)]) <= 15
