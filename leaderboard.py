@@ -450,14 +450,7 @@ def evaluate(
     """Every policy on every cell; rows in order of cells, best goodput first within one."""
     pool = pool or Pool(1, Progress())
     settings = list(dict.fromkeys(cell.setting for cell in cells))
-    scores: dict[tuple[Contestant, Cell], dict[str, Any]] = {}
-    goods: Goods = {}
-    for setting in settings:
-        # Setting by setting: what became of every request of a whole suite would not fit into memory.
-        replays = _replays([cell for cell in cells if cell.setting is setting], contestants, seeds, pool)
-        scoring = [(True, partial(metrics.score, of_cell, seeds)) for of_cell in replays.values()]
-        scores |= dict(zip(replays, pool.run("scores", scoring), strict=True))
-        goods |= {key: Good.of(of_cell) for key, of_cell in replays.items()}
+    scores, goods = _play_all(contestants, cells, settings, seeds, pool)
     highest: dict[tuple[Contestant, Setting], list[metrics.Highest]] = {}
     if sustained:
         pairs = [(contestant, setting) for setting in settings for contestant in contestants]
@@ -523,23 +516,33 @@ class Good(NamedTuple):
 Goods = dict[tuple[Contestant, Cell], Good]
 
 
-def _replays(
-    cells: Sequence[Cell], contestants: Sequence[Contestant], seeds: Sequence[int], pool: Pool
-) -> dict[tuple[Contestant, Cell], list[Replay]]:
-    """Of the cells of one setting. Compiled policies: a task per cell. Stepped ones: all loads in a batch."""
-    setting = cells[0].setting
-    tasks: list[tuple[bool, Callable[[], list[Replay]]]] = []
-    keys: list[list[tuple[Contestant, Cell]]] = []
-    for contestant in contestants:
-        for group in [[c] for c in cells] if contestant.compiled else [cells]:
-            runs = [(cell.load, seed) for cell in group for seed in seeds]
-            tasks.append((contestant.compiled, partial(contestant.replays, setting, runs)))
-            keys.append([(contestant, cell) for cell in group for _ in seeds])
-    replays: dict[tuple[Contestant, Cell], list[Replay]] = {}
-    for key_list, made in zip(keys, pool.run(f"replays: {setting}", tasks), strict=True):
-        for key, replay in zip(key_list, made, strict=True):
-            replays.setdefault(key, []).append(replay)
-    return replays
+def _play_all(
+    contestants: Sequence[Contestant],
+    cells: Sequence[Cell],
+    settings: Sequence[Setting],
+    seeds: Sequence[int],
+    pool: Pool,
+) -> tuple[dict[tuple[Contestant, Cell], dict[str, Any]], Goods]:
+    """Scores and good requests. Compiled policies: a task per cell. Stepped ones: a task per setting, all loads in a
+    batch."""
+    tasks: list[tuple[bool, Callable[[], list[tuple[dict[str, Any], Good]]]]] = []
+    keys: list[tuple[Contestant, Cell]] = []
+    for setting in settings:
+        here = [cell for cell in cells if cell.setting is setting]
+        for contestant in contestants:
+            for group in [[cell] for cell in here] if contestant.compiled else [here]:
+                tasks.append((contestant.compiled, partial(_play, contestant, group, seeds)))
+                keys += [(contestant, cell) for cell in group]
+    played = [of_cell for of_task in pool.run("replays", tasks) for of_cell in of_task]
+    scores = {key: score for key, (score, _) in zip(keys, played, strict=True)}
+    return scores, {key: good for key, (_, good) in zip(keys, played, strict=True)}
+
+
+def _play(contestant: Contestant, cells: Sequence[Cell], seeds: Sequence[int]) -> list[tuple[dict[str, Any], Good]]:
+    """What a policy makes of cells of one setting. No more is kept: a suite's requests would not fit into memory."""
+    replays = contestant.replays(cells[0].setting, [(cell.load, seed) for cell in cells for seed in seeds])
+    of_cells = [replays[i : i + len(seeds)] for i in range(0, len(replays), len(seeds))]
+    return [(metrics.score(of_cell, seeds), Good.of(of_cell)) for of_cell in of_cells]
 
 
 def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
