@@ -30,6 +30,9 @@ implied: where blocked iterations are slow, a request's share of it is less than
 The one premise is `landing_s`: that the KV of a good request has landed so long after the end of its prefill. Nothing
 in the physics says so (a schedule could jam the NICs with fetches), so it must be held against replays.
 
+The bound is far from what can be had where stalls matter: requests that join together stall nobody, so that stalls are
+left out altogether. And what a cluster does after the last arrival counts, which helps short traces most.
+
 A request that could not be good alone has x = 0. Requests before the counted ones only lend their blocks.
 """
 
