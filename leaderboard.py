@@ -1,8 +1,8 @@
 """`python leaderboard.py`: compare schedulers on traces, with confidence intervals.
 
 Every policy replays the same requests on the same simulated cluster (docs/physics.md). A cell is
-(part of a trace, cluster, load); each cell is replayed once per seed. See `envs.metrics` for what
-is counted and how intervals are made.
+(part of a trace, cluster, load); each cell is replayed once per seed. A suite (`envs.suite`) is a list of
+cells. See `envs.metrics` for what is counted and how intervals are made.
 """
 
 from __future__ import annotations
@@ -19,26 +19,29 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
+import yaml
 
 from envs import metrics
+from envs.bound import LANDING_S, most_good
 from envs.metrics import Replay
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
+from envs.suite import Suite, load_suite, suite_names
+from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
 from policies.run_folder import NetworkPolicy
 from traces import Trace, TraceError
 from traces import load as load_trace
+from traces.released import PREFIX as RELEASED_PREFIX
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from runtime.decision_log import Log
 
 ROOT = Path(__file__).resolve().parent
@@ -65,6 +68,8 @@ EXAMPLES = """examples:
       a trained policy against its teacher, and the highest load each sustains
   python leaderboard.py --policies mymodule:MyPolicy,conductor --json result.json --plot curve.png
       your own class with a decide(observation) method; see policies/policy.py
+  python leaderboard.py --suite heldout --policies runs/ppo-3,conductor,conductor+predictive
+      the first against the others on 25 cells that nothing was trained on
   python leaderboard.py --log decisions --policies runs/ppo-3,conductor+predictive --cluster live.yaml
       what other policies would have made of the live requests in a decision log, and how sure that is
 
@@ -128,13 +133,19 @@ class Setting:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A setting at a load."""
+    """A setting at a load: of a suite, under a name of its own, at `share` times its capacity."""
 
     setting: Setting
     load: float
     capacity: float | None = None
+    share: float | None = None
+    name: str = ""
 
     def __str__(self) -> str:
+        return self.name or self.description
+
+    @property
+    def description(self) -> str:
         share = "" if self.capacity is None else f" = {self.load / self.capacity:.3g} x capacity"
         return f"{self.setting}, load {self.load:.4g}{share}"
 
@@ -142,8 +153,11 @@ class Cell:
 def make_part(trace: Trace, part: str, warmup: int, seeds: int, name: str) -> Part:
     """Cut a part out of a trace, and make its seeds.
 
+    Args:
+        warmup: requests before the part to simulate first; of the whole trace, its own first ones.
+
     Raises:
-        LeaderboardError: the part is empty.
+        LeaderboardError: the part is empty, or all of it is warmup.
     """
     split = trace.split()
     ends = np.cumsum([0, *(piece.n_requests for piece in split)])
@@ -153,6 +167,10 @@ def make_part(trace: Trace, part: str, warmup: int, seeds: int, name: str) -> Pa
         first, last = int(ends[i]), int(ends[i + 1])
     if first == last:
         raise LeaderboardError(f"part {part!r} of trace {name!r} has no requests; expected some")
+    if part == "all":
+        first = warmup
+        if first >= last:
+            raise LeaderboardError(f"warmup of {warmup}: trace {name!r} has {last} requests; expected more")
     warmup = min(warmup, first)
     rows = trace.rows(first - warmup, last)
     made = (rows, *(rows.jitter(seed) for seed in range(1, seeds)))
@@ -344,6 +362,11 @@ class Result:
     rows: list[dict[str, Any]]
     cells: list[dict[str, Any]]
     paired: dict[str, Any] | None
+    """The first policy minus the best of the others, over all cells."""
+    paired_saturated: dict[str, Any] | None
+    """The same over the cells at or past capacity."""
+    worst: dict[str, Any] | None
+    """The cell where the first policy is furthest behind the best of the others there, or least ahead."""
     winner: str | None
     capacities: list[dict[str, Any]] = field(default_factory=list)
     about: dict[str, Any] = field(default_factory=dict)
@@ -419,12 +442,13 @@ def evaluate(
     *,
     seeds: Sequence[int] = (0,),
     sustained: bool = False,
+    headroom: bool = False,
     pool: Pool | None = None,
 ) -> Result:
     """Every policy on every cell; rows in order of cells, best goodput first within one."""
     pool = pool or Pool(1, Progress())
     settings = list(dict.fromkeys(cell.setting for cell in cells))
-    replays = _all_replays(contestants, cells, settings, seeds, pool)
+    scores, goods = _play_all(contestants, cells, settings, seeds, pool)
     highest: dict[tuple[Contestant, Setting], list[metrics.Highest]] = {}
     if sustained:
         pairs = [(contestant, setting) for setting in settings for contestant in contestants]
@@ -433,6 +457,11 @@ def evaluate(
             [(c.compiled, partial(sustained_loads, c, s, seeds, TARGETS)) for c, s in pairs],
         )
         highest = dict(zip(pairs, found, strict=True))
+    bounds: dict[Cell, dict[str, Any]] = {}
+    if headroom:
+        landed_s = [max(goods[contestant, cell].landing_s for contestant in contestants) for cell in cells]
+        bounding = [(True, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
+        bounds = dict(zip(cells, pool.run("bounds", bounding), strict=True))
     stored = {setting: stored_observations(setting) for setting in settings}
     times = {(c, s): decision_times(c, stored[s]) for s in settings for c in contestants}
 
@@ -441,45 +470,77 @@ def evaluate(
     for cell in cells:
         of_cell = []
         for contestant in contestants:
-            row = {"policy": contestant.name} | metrics.score(replays[contestant, cell], seeds)
+            row = {"policy": contestant.name} | scores[contestant, cell]
             row["decision_us"], row["decision_alone_us"] = times[contestant, cell.setting]
             for target, load in zip(TARGETS, highest.get((contestant, cell.setting), ())):
                 key = f"load_at_{round(100 * target)}"
                 row |= {key: load.load, f"{key}_note": load.note}
-            of_cell.append(row | _about_cell(cell, seeds))
+            of_cell.append(row | bounds.get(cell, {}) | _about_cell(cell, seeds))
         rows += sorted(of_cell, key=lambda row: -float(row["goodput"]))
-        comparisons.append(_compare_cell(contestants, cell, replays))
-    paired = _paired_overall(contestants, cells, replays)
-    winner = _winner(contestants, cells, replays)
-    return Result(rows, comparisons, paired, winner)
+        comparisons.append(_compare_cell(contestants, cell, goods) | bounds.get(cell, {}))
+    saturated = [cell for cell in cells if cell.share is not None and cell.share >= 1]
+    return Result(
+        rows,
+        comparisons,
+        _first_against_best(contestants, cells, goods),
+        _first_against_best(contestants, saturated, goods) if saturated else None,
+        _worst(comparisons),
+        _winner(contestants, cells, goods),
+    )
 
 
-Replays = dict[tuple[Contestant, Cell], list[Replay]]
+def upper_bound(cell: Cell, landing_s: float) -> dict[str, Any]:
+    """The goodput that no policy can exceed in a cell, whose seeds it holds for (see `envs.bound`)."""
+    part = cell.setting.part
+    most = most_good(cell.setting.spec, part.traces, speed=cell.load, warmup=part.warmup, landing_s=landing_s)
+    return {"bound": most / part.requests, "bound_landing_s": landing_s}
 
 
-def _all_replays(
+class Good(NamedTuple):
+    """Which requests of a cell were good under a policy, and the cell's blocks of time."""
+
+    good: np.ndarray  # 0/1, [S, R]
+    blocks: metrics.Blocks
+    landing_s: float
+    """The longest from the end of a good request's prefill until its KV had landed."""
+
+    @classmethod
+    def of(cls, replays: Sequence[Replay]) -> Good:
+        good = np.stack([replay.good for replay in replays])
+        took = [(r.outcomes["kv_ready_s"] - r.outcomes["prefill_end_s"])[r.good == 1] for r in replays]
+        return cls(good, metrics.time_blocks(replays[0].arrival_s), float(np.nanmax(np.concatenate(took), initial=0.0)))
+
+
+Goods = dict[tuple[Contestant, Cell], Good]
+
+
+def _play_all(
     contestants: Sequence[Contestant],
     cells: Sequence[Cell],
     settings: Sequence[Setting],
     seeds: Sequence[int],
     pool: Pool,
-) -> Replays:
-    """Compiled policies: a task per replay. Stepped ones: a task per setting, all loads in a batch."""
-    tasks: list[tuple[bool, Callable[[], list[Replay]]]] = []
-    keys: list[list[tuple[Contestant, Cell]]] = []
+) -> tuple[dict[tuple[Contestant, Cell], dict[str, Any]], Goods]:
+    """Scores and good requests. Compiled policies: a task per cell. Stepped ones: a task per setting, all loads in a
+    batch."""
+    tasks: list[tuple[bool, Callable[[], list[tuple[dict[str, Any], Good]]]]] = []
+    keys: list[tuple[Contestant, Cell]] = []
     for setting in settings:
         here = [cell for cell in cells if cell.setting is setting]
         for contestant in contestants:
-            groups = [[c] for c in here] if contestant.compiled else [here]
-            for group in groups:
-                runs = [(cell.load, seed) for cell in group for seed in seeds]
-                tasks.append((contestant.compiled, partial(contestant.replays, setting, runs)))
-                keys.append([(contestant, cell) for cell in group for _ in seeds])
-    replays: Replays = {(contestant, cell): [] for contestant in contestants for cell in cells}
-    for key_list, made in zip(keys, pool.run("replays", tasks), strict=True):
-        for key, replay in zip(key_list, made, strict=True):
-            replays[key].append(replay)
-    return replays
+            for group in [[cell] for cell in here] if contestant.compiled else [here]:
+                tasks.append((contestant.compiled, partial(_play, contestant, group, seeds)))
+                keys += [(contestant, cell) for cell in group]
+    played = [of_cell for of_task in pool.run("replays", tasks) for of_cell in of_task]
+    scores = {key: score for key, (score, _) in zip(keys, played, strict=True)}
+    return scores, {key: good for key, (_, good) in zip(keys, played, strict=True)}
+
+
+def _play(contestant: Contestant, cells: Sequence[Cell], seeds: Sequence[int]) -> list[tuple[dict[str, Any], Good]]:
+    """What a policy makes of cells of one setting. No more is kept: a suite's requests would not fit into memory."""
+    replays = contestant.replays(cells[0].setting, [(cell.load, seed) for cell in cells for seed in seeds])
+    of_cells = [replays[i : i + len(seeds)] for i in range(0, len(replays), len(seeds))]
+    return [(metrics.score(of_cell, seeds), Good.of(of_cell)) for of_cell in of_cells]
 
 
 def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
@@ -494,6 +555,7 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "spec_checksum": cell.setting.spec.checksum,
         "load": cell.load,
         "capacity": cell.capacity,
+        "times_capacity": cell.share,
         "seeds": len(seeds),
         "windows": 1,
         "warmup": part.warmup,
@@ -504,63 +566,72 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
 # --- comparisons ---------------------------------------------------------------------------------
 
 
-def _goods(replays: list[Replay]) -> np.ndarray:
-    return np.stack([replay.good for replay in replays])
+def _difference(ours: Contestant, theirs: Contestant, cell: Cell, goods: Goods) -> metrics.Interval:
+    mine = goods[ours, cell]
+    return metrics.difference(mine.good, goods[theirs, cell].good, mine.blocks)
 
 
-def _difference(ours: Contestant, theirs: Contestant, cell: Cell, replays: Replays) -> Any:
-    blocks = metrics.time_blocks(replays[ours, cell][0].arrival_s)
-    return metrics.difference(_goods(replays[ours, cell]), _goods(replays[theirs, cell]), blocks)
-
-
-def _ranked(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
-) -> list[Contestant]:
+def _ranked(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods) -> list[Contestant]:
     """Best mean goodput over the cells first; equal ones in the order given."""
 
     def goodput(contestant: Contestant) -> float:
-        return float(np.mean([_goods(replays[contestant, cell]).mean() for cell in cells]))
+        return float(np.mean([goods[contestant, cell].good.mean() for cell in cells]))
 
     return sorted(contestants, key=lambda contestant: -goodput(contestant))
 
 
-def _over_cells(
-    ours: Contestant, theirs: Contestant, cells: Sequence[Cell], replays: Replays
-) -> dict[str, Any]:
-    """Mean difference over cells. Cells share requests, so their errors are taken to be the same:
-    the interval is the mean of the cells' intervals, wider than if they were independent."""
-    found = [_difference(ours, theirs, cell, replays) for cell in cells]
-    mean, low, high = (float(np.mean([interval[i] for interval in found])) for i in range(3))
+def _over_cells(ours: Contestant, theirs: Contestant, cells: Sequence[Cell], goods: Goods) -> dict[str, Any]:
+    """Mean difference over cells. Cells of one trace share requests, so their errors are taken to be the same: their
+    intervals are averaged. Different traces are independent: what they contribute is added as squares."""
+    found = [_difference(ours, theirs, cell, goods) for cell in cells]
+    mean = float(np.mean([interval.mean for interval in found]))
+    sides = []
+    for side in ("low", "high"):
+        errors: dict[str, float] = {}
+        for cell, interval in zip(cells, found, strict=True):
+            trace = cell.setting.part.checksum
+            errors[trace] = errors.get(trace, 0.0) + abs(getattr(interval, side) - interval.mean) / len(cells)
+        sides.append(math.hypot(*errors.values()))
+    low, high = mean - sides[0], mean + sides[1]
     return {"policy": ours.name, "baseline": theirs.name, "mean": mean, "low": low, "high": high}
 
 
-def _paired_overall(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
+def _first_against_best(
+    contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods
 ) -> dict[str, Any] | None:
+    """The first policy minus the best of the others over these cells."""
     if len(contestants) < 2:
         return None
-    best = _ranked(contestants[1:], cells, replays)[0]
-    return _over_cells(contestants[0], best, cells, replays)
+    best = _ranked(contestants[1:], cells, goods)[0]
+    return _over_cells(contestants[0], best, cells, goods)
 
 
-def _winner(
-    contestants: Sequence[Contestant], cells: Sequence[Cell], replays: Replays
-) -> str | None:
+def _winner(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods) -> str | None:
     if len(contestants) < 2:
         return None
-    first, second = _ranked(contestants, cells, replays)[:2]
-    return first.name if _over_cells(first, second, cells, replays)["low"] > 0 else None
+    first, second = _ranked(contestants, cells, goods)[:2]
+    return first.name if _over_cells(first, second, cells, goods)["low"] > 0 else None
 
 
-def _compare_cell(
-    contestants: Sequence[Contestant], cell: Cell, replays: Replays
-) -> dict[str, Any]:
-    found: dict[str, Any] = {"cell": str(cell), "load": cell.load, "winner": None, "paired": None}
+def _compare_cell(contestants: Sequence[Contestant], cell: Cell, goods: Goods) -> dict[str, Any]:
+    """The best policy minus the second (`paired`), and the first minus the best of the others (`first`)."""
+    found: dict[str, Any] = {"cell": str(cell), "description": cell.description, "load": cell.load}
+    found |= {"winner": None, "paired": None, "first": None}
     if len(contestants) > 1:
-        first, second = _ranked(contestants, [cell], replays)[:2]
-        found["paired"] = _over_cells(first, second, [cell], replays)
-        found["winner"] = first.name if found["paired"]["low"] > 0 else None
+        best, second = _ranked(contestants, [cell], goods)[:2]
+        found["paired"] = _over_cells(best, second, [cell], goods)
+        found["winner"] = best.name if found["paired"]["low"] > 0 else None
+        other = second if best is contestants[0] else best
+        goodput = float(goods[other, cell].good.mean())
+        first = _over_cells(contestants[0], other, [cell], goods)
+        found["first"] = first | {"relative": first["mean"] / goodput if goodput else math.nan}
     return found
+
+
+def _worst(comparisons: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The cell where the first policy does worst, as a share of what the best of the others has there."""
+    known: list[dict[str, Any]] = [{"cell": c["cell"]} | c["first"] for c in comparisons if c["first"]]
+    return min((c for c in known if math.isfinite(c["relative"])), key=lambda c: float(c["relative"]), default=None)
 
 
 # --- from a decision log ---------------------------------------------------------------------------
@@ -581,7 +652,7 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """`--log`: evaluate policies from logged decisions."""
     from runtime.decision_log import read_log
 
-    for option in ("trace", "part", "load", "capacity", "sustained", "plot"):
+    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot"):
         if getattr(arguments, option):
             raise LeaderboardError(f"--{option} does not go with --log: a log has its own requests, at its own speed")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
@@ -738,76 +809,6 @@ def log_json(result: LogResult) -> str:
     return json.dumps(_plain(whole | result.about), indent=1, allow_nan=False)
 
 
-OTHER_LOAD = 0.05
-"""Difference in the share of requests taken above which it is pointed out."""
-LOG_WIDTH = 155
-"""Characters the tables of a log need beside the policies' names."""
-
-
-def print_log(result: LogResult, console: Console) -> None:
-    """What was logged, one row per policy, the simulator's bias, and what the figures mean."""
-
-    def say(text: str, style: str = "") -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, style=style)
-
-    log = result.log
-    decided = ", ".join(f"{name or '(nobody)'} {count}" for name, count in log["policies"].items())
-    say(f"{log['requests']} requests in {log['duration_s']:.0f} s, goodput {_span(log['goodput'])}")
-    say(f"decided by {decided}; {log['drawn']} of them drawn with a probability below 1")
-    missing = ("fell_back", "outcome_unknown", "output_unknown", "not_observed")
-    say("; ".join(f"{label.replace('_', ' ')}: {log[label]}" for label in missing))
-    table = _table("agreement with the logged decisions")
-    for heading in ("all", "accept", "prefill", "decode", "source"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result.rows:
-        table.add_row(row["policy"], *(_span(interval) for interval in row["agreement"].values()))
-    console.print(table)
-    table = _table("goodput")
-    headings = ("IPS", "effective\nrequests", "DR", "direct", "replay", "replay minus\nlogged policy's", "corrected")
-    for heading in headings:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in result.rows:
-        replay = row.get("replay", {})
-        simulated = [_span(replay.get(k), signed=k == "difference") for k in ("goodput", "difference", "corrected")]
-        estimates = [_span(row[key].interval) if row[key].interval else "none" for key in ("ips", "dr", "direct")]
-        estimates.insert(1, _figure(row["ips"].effective, 0))
-        table.add_row(row["policy"], *estimates, *simulated)
-    console.print(table)
-    for row in result.rows:
-        for key in ("ips", "direct"):
-            if row[key].why_not:
-                say(f"{row['policy']}: {'IPS, DR' if key == 'ips' else 'direct'}: {row[key].why_not}")
-        ours, theirs = row["takes"].mean, log["takes"].mean
-        if abs(ours - theirs) > OTHER_LOAD:
-            say(
-                f"{row['policy']}: takes {ours:.0%} of requests where the log took {theirs:.0%}; what that does to the "
-                "load is in the replay only"
-            )
-        if row.get("beyond_logged", 0.0) > 0.01:
-            say(f"{row['policy']}: {row['beyond_logged']:.0%} of its choices have a predicted TTFT beyond any logged")
-    model = result.model
-    if model is None:
-        say(f"no replay: {result.no_model}")
-    else:
-        say(
-            f"the model's bias: {model['policy']}, who decided {model['share_decided']:.0%}, has on {model['cluster']} "
-            f"goodput {_span(model['goodput_simulated'])} simulated, {_span(model['goodput_logged'])} logged: "
-            f"{_span(model['bias'], signed=True)}; mean TTFT {_figure(model['ttft_simulated_s'], 3)} s and "
-            f"{_figure(model['ttft_logged_s'], 3)} s"
-        )
-    for note in result.about["notes"].values():
-        say(note, "dim")
-    say(f"code {result.about['code_version']}", "dim")
-
-
-def _span(interval: metrics.Interval | None, *, signed: bool = False) -> str:
-    """An interval as text."""
-    if interval is None or not math.isfinite(interval.mean):
-        return "-"
-    sign = "+" if signed else ""
-    return f"{interval.mean:{sign}.3f} [{interval.low:{sign}.3f}, {interval.high:{sign}.3f}]"
-
-
 # --- output --------------------------------------------------------------------------------------
 
 
@@ -846,6 +847,8 @@ def as_json(result: Result) -> str:
     whole = {
         "rows": result.rows,
         "paired": result.paired,
+        "paired_saturated": result.paired_saturated,
+        "worst": result.worst,
         "winner": result.winner,
         "cells": result.cells,
         "capacities": result.capacities,
@@ -854,150 +857,10 @@ def as_json(result: Result) -> str:
     return json.dumps(_plain(whole), indent=1, allow_nan=False)
 
 
-COLUMNS: tuple[tuple[str, str, int], ...] = (
-    ("rejected\narrival", "rejected_at_arrival", 0),
-    ("rejected\ndecode", "rejected_at_decode", 0),
-    ("vio-\nlated", "violated", 0),
-    ("wasted\nprefill s", "wasted_prefill_s", 0),
-    ("TTFT\nmean s", "ttft_mean_s", 2),
-    ("TTFT\np90 s", "ttft_p90_s", 2),
-    ("TBT\np90 s", "tbt_p90_s", 3),
-    ("hit\nrate", "hit_rate", 3),
-    ("decision\nµs", "decision_us", 1),
+BOUND = (
+    "upper bound: no schedule, not even one that knows the future, has more (envs/bound.py), where the KV of good "
+    f"requests lands within {LANDING_S:g} s of the prefill's end, or as long as any took in these replays."
 )
-"""Heading, key of the row, digits."""
-FIGURES_WIDTH = 112
-"""Characters a table needs beside the policies' names; a narrower terminal wraps its lines."""
-
-
-def _table(title: str) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-    )
-    table.add_column("policy", no_wrap=True)
-    return table
-
-
-def print_tables(result: Result, console: Console) -> None:
-    """One table per cell, the sustained loads, then what the figures mean and who won."""
-    for comparison in result.cells:
-        rows = [row for row in result.rows if row["cell"] == comparison["cell"]]
-        table = _table(f"{comparison['cell']}: {rows[0]['offered']:.0f} requests")
-        table.add_column("goodput", justify="right")
-        table.add_column("95 %\ninterval", justify="right", no_wrap=True)
-        for heading, _, _ in COLUMNS:
-            table.add_column(heading, justify="right", no_wrap=True)
-        for row in rows:
-            table.add_row(
-                row["policy"],
-                f"{row['goodput']:.4f}",
-                f"{row['goodput_low']:.3f}-{row['goodput_high']:.3f}",
-                *(_figure(row[key], digits) for _, key, digits in COLUMNS),
-            )
-        console.print(table)
-        _print_verdict(comparison, console)
-        console.print()
-    if "load_at_90" in result.rows[0]:
-        _print_sustained(result, console)
-    _print_footer(result, console)
-
-
-def _figure(value: float, digits: int) -> str:
-    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
-
-
-def _print_sustained(result: Result, console: Console) -> None:
-    """The highest loads; equal in all cells of a setting."""
-    for setting in dict.fromkeys(row["setting"] for row in result.rows):
-        of_setting = {r["policy"]: r for r in result.rows if r["setting"] == setting}
-        table = _table(f"{setting}: highest load that meets both SLOs for")
-        for target in TARGETS:
-            table.add_column(f"{100 * target:.0f} % of requests", justify="right")
-        keys = [f"load_at_{round(100 * target)}" for target in TARGETS]
-        for row in sorted(of_setting.values(), key=lambda row: -(row[keys[0]] or 0.0)):
-            loads = [row[f"{key}_note"] if row[key] is None else f"{row[key]:.2f}" for key in keys]
-            table.add_row(row["policy"], *loads)
-        console.print(table)
-
-
-def _print_verdict(comparison: dict[str, Any], console: Console) -> None:
-    paired = comparison["paired"]
-    if paired is None:
-        return
-    difference = (
-        f"{paired['policy']} minus {paired['baseline']}: {paired['mean']:+.4f} "
-        f"[{paired['low']:+.4f}, {paired['high']:+.4f}]"
-    )
-    if comparison["winner"]:
-        console.print(
-            f"winner: {comparison['winner']} ({difference})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-    else:
-        console.print(
-            f"no winner: intervals overlap ({difference})",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-
-
-def _print_footer(result: Result, console: Console) -> None:
-    def say(text: str) -> None:
-        console.print(text, highlight=False, markup=False, soft_wrap=True, style="dim")
-
-    for capacity in result.capacities:
-        say(
-            f"capacity of {capacity['setting']}: load {capacity['load']:.4g}, {capacity['meaning']}"
-        )
-    if len(result.cells) > 1 and result.paired is not None:
-        paired = result.paired
-        say(
-            f"over all cells: {paired['policy']} minus the best of the others, {paired['baseline']}: "
-            f"{paired['mean']:+.4f} [{paired['low']:+.4f}, {paired['high']:+.4f}]; "
-            + (f"winner: {result.winner}" if result.winner else "no winner: intervals overlap")
-        )
-    for key in ("goodput", "seeds", "method", "decision_us"):
-        say(str(result.about["notes"][key]))
-    say(f"code {result.about['code_version']}")
-
-
-def plot(result: Result, file: str) -> None:
-    """Attainment over load, one panel per setting, a band for the interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in result.rows:
-        groups.setdefault(row["setting"], []).append(row)
-    figure, panels = pyplot.subplots(
-        1, len(groups), figsize=(8.5 * len(groups), 4.5), squeeze=False, layout="constrained"
-    )
-    for panel, (title, rows) in zip(panels[0], groups.items(), strict=True):
-        names = sorted({row["policy"] for row in rows})
-        colours = pyplot.get_cmap("tab20").colors  # type: ignore[attr-defined]
-        for i, name in enumerate(names):
-            line = sorted((r for r in rows if r["policy"] == name), key=lambda r: float(r["load"]))
-            loads = [r["load"] for r in line]
-            colour, mark = colours[2 * i % 20 + i // 10 % 2], "osv^D"[i // 4 % 5]
-            goodputs = [r["goodput"] for r in line]
-            panel.plot(loads, goodputs, marker=mark, ms=4, label=name, color=colour)
-            low, high = [r["goodput_low"] for r in line], [r["goodput_high"] for r in line]
-            panel.fill_between(loads, low, high, color=colour, alpha=0.1, lw=0)
-        panel.axhline(0.9, color="grey", lw=0.7, ls="--")
-        panel.set(
-            title=title, xlabel="load (x the trace's speed)", ylabel="goodput", ylim=(0, 1.01)
-        )
-        panel.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(file, dpi=140)
-    pyplot.close(figure)
 
 
 def notes(seeds: int) -> dict[str, str]:
@@ -1005,13 +868,14 @@ def notes(seeds: int) -> dict[str, str]:
     return {
         "goodput": (
             "goodput: share of all offered requests that completed within both SLOs; counts are "
-            "means over seeds. Each part is one replay, caches cold unless --warmup is given."
+            "means over seeds. Each part is one replay, caches cold unless there is a warmup."
         ),
         "seeds": (
             f"seeds: {seeds}. Seed 0 is the trace as it is; others spread requests with equal "
             "timestamps over the gap to the next one (never changing their order), and seed the policy."
         ),
         "method": metrics.METHOD,
+        "bound": BOUND,
         "decision_us": (
             f"µs per decision: decide() on a batch of {OBSERVATIONS} stored observations, per "
             "observation, making it excluded; decision_alone_us in the JSON: one at a time."
@@ -1078,6 +942,20 @@ def default_policies() -> list[str]:
     return ["conductor", *(f"conductor+{admission}" for admission in admissions), *others]
 
 
+TUNED = ROOT / "policies" / "tuned.yaml"
+"""The heuristics with options tuned, where that was done: `policies`, from plain to full names."""
+
+
+def suite_policies() -> list[str]:
+    """What a suite compares unless told: the learned policy, where there is one, and the heuristics as tuned."""
+    heuristics = list(yaml.safe_load(TUNED.read_text())["policies"].values()) if TUNED.is_file() else default_policies()
+    try:
+        make_policy("learned")
+    except PolicyError:
+        return heuristics
+    return ["learned", *heuristics]
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line, with lists of policies and clusters in its help."""
     made = _Parser(
@@ -1095,10 +973,13 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         type=policy_names,
         metavar="A,B,...",
-        help="default: all heuristics",
+        help="default: all heuristics; of a suite, as tuned, and the learned policy",
     )
     add("--trace", action="append", type=_names, metavar="FILE",
-        help=f"any public trace, or builtin:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+        help=f"any public trace, builtin:NAME or mooncake:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+    add("--suite", metavar="NAME|FILE",
+        help=f"evaluate a suite's cells: {', '.join(suite_names())}, or a YAML file like envs/suites.yaml")  # fmt: skip
+    add("--cells", metavar="GLOB", help="of a suite, only the cells of these names, such as '*-1.5x'")
     add("--log", metavar="FOLDER",
         help="evaluate from a decision log instead: agreement, weighted and direct estimates, replay")  # fmt: skip
     add("--part", action="append", type=_names, metavar="|".join(PARTS),
@@ -1116,12 +997,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="POLICY",
         help="for --capacity (default conductor)",
     )
-    add("--seeds", type=_at_least(1), default=DEFAULT_SEEDS, metavar="N",
-        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS})")  # fmt: skip
+    add("--seeds", type=_at_least(1), metavar="N",
+        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS}; the suite's)")  # fmt: skip
     add("--warmup", type=_at_least(0), default=0, metavar="N",
-        help="requests before the part to simulate first, not counted (default 0: cold caches)")  # fmt: skip
+        help="requests before the part (of a whole trace its first) to simulate, not count (default 0)")  # fmt: skip
     add("--sustained", action=argparse.BooleanOptionalAction, default=None,
         help="also search the highest load at 90 %% and 99 %% attainment (on without arguments)")  # fmt: skip
+    add("--headroom", action="store_true", help="also say what no policy can exceed in each cell (an upper bound)")
     add(
         "--json",
         metavar="FILE|-",
@@ -1136,10 +1018,18 @@ def parser() -> argparse.ArgumentParser:
         help="threads (default: CPUs)",
     )
     add(
-        "--list", action="store_true", help="list policies with their meaning and options, and stop"
+        "--list", action="store_true", help="list policies with their meaning and options, and suites, and stop"
     )
     add("--debug", action="store_true", help="show the traceback of an error")
     return made
+
+
+def list_suites() -> str:
+    """Every built-in suite with its cells."""
+    lines = []
+    for suite in map(load_suite, suite_names()):
+        lines += [f"suite {suite.name}: {suite.about}", *(f"  {cell.name}" for cell in suite.cells)]
+    return "\n".join(lines)
 
 
 def list_policies() -> str:
@@ -1165,8 +1055,16 @@ def _flat(given: list[list[Any]] | None, otherwise: list[Any]) -> list[Any]:
     return list(dict.fromkeys(v for values in given for v in values)) if given else otherwise
 
 
-def make_settings(arguments: argparse.Namespace) -> list[Setting]:
-    """The (part, cluster) pairs asked for."""
+class Wanted(NamedTuple):
+    """A setting, and where on it: loads, or multiples of its capacity (each with the name of its cell, if any)."""
+
+    setting: Setting
+    loads: Sequence[float] = ()
+    shares: Sequence[tuple[float, str]] = ()
+
+
+def make_wanted(arguments: argparse.Namespace) -> list[Wanted]:
+    """The (part, cluster) pairs asked for, and the loads on each."""
     parts = _flat(arguments.part, [DEFAULT_PART])
     for part in parts:
         if part not in PARTS:
@@ -1176,59 +1074,112 @@ def make_settings(arguments: argparse.Namespace) -> list[Setting]:
     clusters = _flat(arguments.cluster, [DEFAULT_CLUSTER])
     for cluster in clusters:
         load_cluster(cluster)
-    settings = []
-    for name in _flat(arguments.trace, [DEFAULT_TRACE]):
-        trace = load_trace(name)
+    loads = _flat(arguments.load, [])
+    shares = [(share, "") for share in _flat(arguments.capacity, [])]
+    if not loads and not shares:
+        loads = [1.0] if arguments.trace else list(DEFAULT_LOADS)
+    wanted = []
+    for given in _flat(arguments.trace, [DEFAULT_TRACE]):
+        name, trace = named_trace(given)
         for part in parts:
             made = make_part(trace, part, arguments.warmup, arguments.seeds, name)
-            settings += [make_setting(trace, made, cluster) for cluster in clusters]
-    return settings
+            wanted += [Wanted(make_setting(trace, made, cluster), loads, shares) for cluster in clusters]
+    return wanted
+
+
+def suite_wanted(suite: Suite, glob: str, seeds: int) -> list[Wanted]:
+    """The settings of a suite with the loads of the cells that are called so.
+
+    Raises:
+        LeaderboardError: none is.
+    """
+    chosen = [cell for cell in suite.cells if fnmatchcase(cell.name, glob)]
+    if not chosen:
+        raise LeaderboardError(f"--cells {glob}: suite {suite.name} has {', '.join(cell.name for cell in suite.cells)}")
+    settings = list(dict.fromkeys(cell.setting for cell in chosen))
+    traces = {given: named_trace(given) for given in dict.fromkeys(setting.trace for setting in settings)}
+    parts = {
+        (given, part): make_part(traces[given][1], part, suite.warmup, seeds, traces[given][0])
+        for given, part in dict.fromkeys((setting.trace, setting.part) for setting in settings)
+    }
+    return [
+        Wanted(
+            make_setting(traces[setting.trace][1], parts[setting.trace, setting.part], setting.cluster),
+            shares=[(cell.share, cell.name) for cell in chosen if cell.setting is setting],
+        )
+        for setting in settings
+    ]
+
+
+def named_trace(given: str) -> tuple[str, Trace]:
+    """A trace, and what results call it: what was given, but that a stand-in is called one."""
+    trace = load_trace(given)
+    return (trace.name if given.startswith(RELEASED_PREFIX) else given), trace
 
 
 def make_cells(
-    arguments: argparse.Namespace, settings: Sequence[Setting], pool: Pool
+    wanted: Sequence[Wanted], reference: str, seeds: int, pool: Pool
 ) -> tuple[list[Cell], list[dict[str, Any]]]:
-    """The cells asked for, and the capacities measured for them."""
-    loads = _flat(arguments.load, [])
-    shares = _flat(arguments.capacity, [])
-    if not loads and not shares:
-        loads = [1.0] if arguments.trace else list(DEFAULT_LOADS)
+    """The cells asked for, and the capacities measured for them.
+
+    Raises:
+        LeaderboardError: the reference never meets 90 %, or always.
+    """
+    of_capacity = [want.setting for want in wanted if want.shares]
+    found: dict[Setting, metrics.Highest] = {}
+    if of_capacity:
+        policy = Contestant(reference)
+        searches = [(policy.compiled, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
+        found = {s: highest for s, (highest,) in zip(of_capacity, pool.run("capacities", searches), strict=True)}
     cells, capacities = [], []
-    reference = Contestant(arguments.reference) if shares else None
-    for setting in settings:
+    for setting, loads, shares in wanted:
         cells += [Cell(setting, load) for load in loads]
-        if reference is None:
+        if not shares:
             continue
-        search = (
-            reference.compiled,
-            partial(sustained_loads, reference, setting, range(arguments.seeds), [0.9]),
-        )
-        (found,) = pool.run("capacity", [search])[0]
-        if found.load is None:
+        capacity = found[setting].load
+        if capacity is None:
             raise LeaderboardError(
-                f"capacity of {setting}: 90 % attainment by {reference.name} is {found.note}; "
+                f"capacity of {setting}: 90 % attainment by {reference} is {found[setting].note}; "
                 "expected a load that separates; use --load"
             )
         capacities.append(
             {
                 "setting": str(setting),
-                "reference": reference.name,
-                "load": found.load,
-                "meaning": f"the highest at which {reference.name} meets 90 % attainment",
+                "reference": reference,
+                "load": capacity,
+                "meaning": f"the highest at which {reference} meets 90 % attainment",
             }
         )
-        cells += [Cell(setting, share * found.load, found.load) for share in shares]
+        cells += [Cell(setting, share * capacity, capacity, share, name) for share, name in shares]
     return cells, capacities
+
+
+def chosen_suite(arguments: argparse.Namespace) -> Suite | None:
+    """The suite asked for, if one was.
+
+    Raises:
+        LeaderboardError: with options that say what the suite says.
+    """
+    if arguments.suite is None:
+        if arguments.cells is not None:
+            raise LeaderboardError(f"--cells {arguments.cells} chooses from a suite; expected --suite with it")
+        return None
+    for option in ("trace", "part", "cluster", "load", "capacity", "warmup", "log"):
+        if getattr(arguments, option):
+            raise LeaderboardError(f"--{option} does not go with --suite: its cells say it (--cells chooses some)")
+    return load_suite(arguments.suite)
 
 
 def run(arguments: argparse.Namespace) -> None:
     """What the command line asked for."""
-    if arguments.list:
-        print(list_policies())
+    if arguments.list or arguments.suite == "list":
+        print(list_suites() if arguments.suite else f"{list_policies()}\n{list_suites()}")
         return
-    names = _flat(arguments.policies, default_policies())
+    suite = chosen_suite(arguments)
+    names = _flat(arguments.policies, suite_policies() if suite else default_policies())
     if not names:
         raise LeaderboardError("--policies: expected at least one policy; see --list")
+    arguments.seeds = arguments.seeds or (suite.seeds if suite else DEFAULT_SEEDS)
     if arguments.load and arguments.capacity:
         raise LeaderboardError("--load and --capacity both give the load; use one of them")
     if arguments.log:
@@ -1237,17 +1188,22 @@ def run(arguments: argparse.Namespace) -> None:
     if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
         raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
     contestants = [Contestant(name) for name in names]
-    settings = make_settings(arguments)
+    wanted = suite_wanted(suite, arguments.cells or "*", arguments.seeds) if suite else make_wanted(arguments)
     if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
         raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
-    plain = not (arguments.policies or arguments.trace or arguments.load or arguments.capacity)
+    plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())
-    cells, capacities = make_cells(arguments, settings, pool)
+    cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
     result = evaluate(
-        contestants, cells, seeds=range(arguments.seeds), sustained=sustained, pool=pool
+        contestants,
+        cells,
+        seeds=range(arguments.seeds),
+        sustained=sustained,
+        headroom=arguments.headroom,
+        pool=pool,
     )
     result.capacities = capacities
     result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}

@@ -45,7 +45,8 @@ class Options:
     algo: str = "ppo"
     """How to train; see above."""
     trace: str = "builtin:conversation"
-    """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic; some separated by commas."""
+    """Trace file in any public format, or builtin: or mooncake: with conversation, toolagent or synthetic behind it;
+    several separated by commas where the algorithm takes them."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
     steps: int = 300_000

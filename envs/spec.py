@@ -39,18 +39,20 @@ class SpecError(ValueError):
     """A cluster description that cannot be; the message names file, field and what was expected."""
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """Fields that are known, and finite."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ModelSize(_Strict):
+class ModelSize(Strict):
     """The served model, as far as its KV goes. Default: LLaMA2-70B (paper A3)."""
 
     layers: PositiveCount = 80
     kv_bytes_per_token: PositiveFloat = 327_680.0
 
 
-class Slo(_Strict):
+class Slo(Strict):
     """What a request must meet to count as good."""
 
     ttft_s: PositiveFloat = 30.0
@@ -63,7 +65,7 @@ class Slo(_Strict):
     )
 
 
-class Nodes(_Strict):
+class Nodes(Strict):
     """Equal nodes. Fields that are given override the hardware profile's."""
 
     count: int = Field(gt=0, le=4096)
@@ -129,7 +131,7 @@ class DecodePool(Pool):
     max_batch: PositiveCount | None = None
 
 
-class _Described(_Strict):
+class _Described(Strict):
     """A cluster as described."""
 
     @property
@@ -308,7 +310,7 @@ class CoupledSpec(_Described):
         return cluster, nodes
 
 
-Spec = TypeVar("Spec", ClusterSpec, CoupledSpec)
+Described = TypeVar("Described", bound=BaseModel)
 
 
 @cache
@@ -356,7 +358,7 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
             f"no cluster is called {str(name)!r} and no such file exists; built in are {', '.join(cluster_names())} "
             "and any <prefills>p<decodes>d, e.g. 5p11d"
         )
-    return validate_cluster(_fields_of(path, "prefill and decode pools"), str(path))
+    return validate_cluster(fields_of(path, "prefill and decode pools"), str(path))
 
 
 def load_coupled(name: str | Path | CoupledSpec) -> CoupledSpec:
@@ -368,18 +370,22 @@ def load_coupled(name: str | Path | CoupledSpec) -> CoupledSpec:
     if isinstance(name, CoupledSpec):
         return name
     if str(name) in coupled_names():
-        return _validated(CoupledSpec, _builtin()[str(name)] | {"name": str(name)}, str(name))
+        return validated(CoupledSpec, _builtin()[str(name)] | {"name": str(name)}, str(name))
     path = Path(name)
     if not path.is_file():
         raise SpecError(
             f"no cluster of coupled instances is called {str(name)!r} and no such file exists; built in are "
             f"{', '.join(coupled_names())}"
         )
-    return _validated(CoupledSpec, _fields_of(path, "coupled pools"), str(path))
+    return validated(CoupledSpec, fields_of(path, "coupled pools"), str(path))
 
 
-def _fields_of(path: Path, content: str) -> dict[str, Any]:
-    """What a cluster file says, with the name of the file."""
+def fields_of(path: Path, content: str) -> dict[str, Any]:
+    """What a YAML file says, with the name of the file.
+
+    Raises:
+        SpecError: it is no mapping.
+    """
     try:
         fields = yaml.safe_load(path.read_text())
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -390,15 +396,16 @@ def _fields_of(path: Path, content: str) -> dict[str, Any]:
 
 
 def validate_cluster(fields: dict[str, Any], where: str) -> ClusterSpec:
-    """A spec from its fields.
+    """A spec from its fields; raises as `validated`."""
+    return validated(ClusterSpec, fields, where)
+
+
+def validated(kind: type[Described], fields: dict[str, Any], where: str) -> Described:
+    """What a file describes, from its fields.
 
     Raises:
         SpecError: one line for each wrong field, each with `where` before it.
     """
-    return _validated(ClusterSpec, fields, where)
-
-
-def _validated(kind: type[Spec], fields: dict[str, Any], where: str) -> Spec:
     try:
         return kind.model_validate(fields)
     except ValidationError as error:

@@ -14,13 +14,13 @@ from pathlib import Path
 
 from traces import TraceError
 from traces.command import EXIT_BAD_INPUT
+from traces.released import FOLDERS
 
 from . import page, report
-from .experiment import DOWNLOADED, Experiment, Outcome, Setting, TraceShelf, experiments, run
+from .experiment import Experiment, Outcome, Setting, TraceShelf, experiments, run
 from .sensitivity import Flip, sensitivity
 
 EXIT_DOES_NOT_HOLD = 1
-BESIDE = Path("../shared/traces")  # where a checkout may have traces beside it
 
 DESCRIPTION = """The tables and figures of Mooncake's papers, ours beside theirs.
 
@@ -189,11 +189,6 @@ def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int
     return [outcomes[experiment.name] for experiment in wanted]
 
 
-def _traces_at_hand() -> Path | None:
-    """Where released traces are, if anywhere."""
-    return next((folder for folder in (DOWNLOADED, BESIDE) if folder.is_dir()), None)
-
-
 def command(arguments: argparse.Namespace) -> int:
     if arguments.list:
         if arguments.names or arguments.json is not None:
@@ -213,7 +208,7 @@ def command(arguments: argparse.Namespace) -> int:
         if not Path(arguments.json).resolve().parent.is_dir():
             raise ExperimentError(f"--json {arguments.json}: expected a file in a folder that exists")
         check_writable(Path(arguments.json))
-    setting = Setting(quick=arguments.quick, shelf=TraceShelf(arguments.traces or _traces_at_hand()))
+    setting = Setting(quick=arguments.quick, shelf=TraceShelf(arguments.traces))
 
     def runs(these: Sequence[Experiment], under: Setting, what: str) -> list[Outcome]:
         return run_all(these, under, what, arguments.jobs)
@@ -221,8 +216,9 @@ def command(arguments: argparse.Namespace) -> int:
     outcomes = runs(wanted, setting, "experiments")
     flips: list[Flip] | None = sensitivity(wanted, setting, runs) if arguments.sensitivity else None
     if arguments.json or arguments.traces is not None:
+        places = arguments.traces or " or ".join(map(str, FOLDERS))
         for name in setting.shelf.stand_ins:
-            print(f"warning: no {name}_trace.jsonl in {setting.shelf.folder}: a stand-in was used", file=sys.stderr)
+            print(f"warning: no {name}_trace.jsonl in {places}: a stand-in was used", file=sys.stderr)
     if arguments.write:
         print(page.write(outcomes, setting.parameters, flips, page.DOCS), file=sys.stderr)
     document = report.as_json(outcomes, setting, flips)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import yaml
 
-import traces
-from traces import Trace, TraceError
+from traces import Trace
+from traces.released import Released, folders, released
 
 from .parameters import Parameters
 
@@ -132,23 +132,8 @@ class Result:
 
 # --- what experiments run under ------------------------------------------------------------------
 
-FILES = ("{}_trace.jsonl", "mooncake_{}_trace.jsonl")
-SUFFIXES = ("", ".gz", ".zst")
-DOWNLOADED = Path("data")
-"""Where `python -m traces download` puts files unless told otherwise: in the current folder."""
-
-RELEASED = {"conversation": 12_031, "synthetic": 3_993, "toolagent": 23_608}
-"""The traces Mooncake released, and how many requests each has."""
-FEWEST_REQUESTS = 1000
-"""A file of fewer says nothing of percentiles, and is surely not a released one."""
-
 SPREAD_SEED = 0
 """Of where in its tick a request comes."""
-
-
-class _Loaded(NamedTuple):
-    trace: Trace
-    origin: str
 
 
 class TraceShelf:
@@ -157,16 +142,16 @@ class TraceShelf:
     `stand_ins` has the names of the traces that were asked for and were not there.
 
     Args:
-        folder: where the files are; without one, where downloads go.
+        folder: where the files are; without one, in the usual places (`traces.released`).
     """
 
     def __init__(self, folder: Path | None = None) -> None:
-        self.folder = DOWNLOADED if folder is None else folder
+        self.places = folders() if folder is None else [folder]
         self.stand_ins: list[str] = []
-        self._loaded: dict[tuple[str, bool], _Loaded] = {}
+        self._loaded: dict[tuple[str, bool], Released] = {}
         self._lock = threading.RLock()
 
-    def take(self, name: str, *, spread: bool = False) -> _Loaded:
+    def take(self, name: str, *, spread: bool = False) -> Released:
         """A trace; `spread`: with requests that share a timestamp spread until the next."""
         with self._lock:
             if (name, spread) not in self._loaded:
@@ -174,39 +159,10 @@ class TraceShelf:
                     recorded = self.take(name)
                     self._loaded[name, spread] = recorded._replace(trace=recorded.trace.jitter(SPREAD_SEED))
                 else:
-                    self._loaded[name, spread] = self._load(name)
+                    self._loaded[name, spread] = released(name, self.places)
+                    if self._loaded[name, spread].stand_in:
+                        self.stand_ins.append(name)
             return self._loaded[name, spread]
-
-    def _load(self, name: str) -> _Loaded:
-        if name not in RELEASED:
-            raise TraceError(f"no released trace is called {name!r}", expected=", ".join(RELEASED))
-        for pattern in FILES:
-            for suffix in SUFFIXES:
-                file = self.folder / (pattern.format(name) + suffix)
-                if file.is_file():
-                    return _read(file, RELEASED[name])
-                if file.exists() or file.is_symlink():
-                    found = "a folder" if file.is_dir() else "a link to nothing, or a special file"
-                    raise TraceError(found, expected="a file", file=file)
-        self.stand_ins.append(name)
-        stand_in = f"builtin:{name}"
-        return _Loaded(traces.load(stand_in), f"stand-in {stand_in}, synthesised: the released file is not at hand")
-
-
-def _read(file: Path, released: int) -> _Loaded:
-    """A file that is named like a released one of so many requests, and whether it is that by their number."""
-    try:
-        trace = traces.load(file)
-    except TraceError as error:  # without its hint, which is of options that only `python -m traces` has
-        raise TraceError(
-            error.found, expected=error.expected, file=error.file, line=error.line, field=error.field
-        ) from error
-    found = trace.n_requests
-    if found < FEWEST_REQUESTS:
-        raise TraceError(f"has {found} requests", expected=f"the released trace of {released:,}", file=file)
-    if found != released:
-        return _Loaded(trace, f"file {file.name}, {found:,} requests (the released one has {released:,})")
-    return _Loaded(trace, f"released file {file.name}")
 
 
 @dataclass(frozen=True)

@@ -200,6 +200,10 @@ def test_warmup_is_simulated_but_not_counted(small: Trace) -> None:
     assert rows[0]["offered"] == rows[100]["offered"]
     assert rows[100]["hit_rate"] > rows[0]["hit_rate"]
     assert make_part(small, "train", 100, 1, "small").warmup == 0  # nothing comes before
+    whole = make_part(small, "all", 100, 1, "small")
+    assert (whole.warmup, whole.requests) == (100, 300)
+    with pytest.raises(leaderboard.LeaderboardError, match="warmup of 400: trace 'small' has 400 requests"):
+        make_part(small, "all", 400, 1, "small")
 
 
 def test_sustained_load_is_met_and_a_little_more_is_not(small: Trace) -> None:
@@ -277,6 +281,99 @@ def test_capacity_files_and_table(small_file: str, tmp_path: Path) -> None:
     assert curve.stat().st_size > 1000
 
 
+@pytest.fixture(scope="module")
+def suite_file(small_file: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("suites") / "tiny.yaml"
+    path.write_text(
+        f"""
+warmup: 20
+seeds: 2
+settings:
+  - {{name: small, trace: {small_file}, part: all, cluster: 2p2d, capacity: [0.5, 1, 2]}}
+  - {{name: late, trace: {small_file}, part: test, cluster: 1p2d, capacity: [1]}}
+"""
+    )
+    return str(path)
+
+
+def test_a_suite_compares_the_first_policy_cell_by_cell(suite_file: str, capsys: Any) -> None:
+    given = ["--suite", suite_file, "--policies", "random,conductor,cache_aware", "--json", "-"]
+    assert leaderboard.main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    names = ["small-0.5x", "small-1x", "small-2x", "late-1x"]
+    assert [cell["cell"] for cell in found["cells"]] == names
+    assert len(found["rows"]) == 12
+    rows = {(row["cell"], row["policy"]): row for row in found["rows"]}
+    for row in found["rows"]:
+        assert set(row) >= KEYS
+        assert row["times_capacity"] * row["capacity"] == pytest.approx(row["load"])
+        assert (row["seeds"], row["warmup"]) == (2, 20)
+    assert {row["offered"] for row in found["rows"] if row["cell"].startswith("small")} == {380}
+
+    def mean_difference(of_cells: list[str], baseline: str) -> float:
+        return float(
+            np.mean([rows[cell, "random"]["goodput"] - rows[cell, baseline]["goodput"] for cell in of_cells])
+        )
+
+    for key, of_cells in (("paired", names), ("paired_saturated", names[1:])):
+        paired = found[key]
+        assert paired["policy"] == "random"
+        assert paired["mean"] == pytest.approx(mean_difference(of_cells, paired["baseline"]))
+        assert paired["low"] <= paired["mean"] <= paired["high"]
+    relative = {}
+    for cell in found["cells"]:
+        best = max(("conductor", "cache_aware"), key=lambda name: rows[cell["cell"], name]["goodput"])
+        assert cell["first"]["baseline"] == best
+        assert cell["first"]["mean"] == pytest.approx(mean_difference([cell["cell"]], best))
+        relative[cell["cell"]] = cell["first"]["mean"] / rows[cell["cell"], best]["goodput"]
+        assert cell["first"]["relative"] == pytest.approx(relative[cell["cell"]])
+    assert found["worst"]["cell"] == min(relative, key=lambda name: relative[name])
+
+
+def test_some_cells_of_a_suite_as_a_table(suite_file: str, capsys: Any) -> None:
+    given = ["--suite", suite_file, "--cells", "*-1x", "--policies", "conductor,random", "--seeds", "1"]
+    assert leaderboard.main(given) == 0
+    shown = capsys.readouterr().out
+    assert "small-1x: " in shown and "late-1x: " in shown and "small-2x" not in shown
+    for line in ("over all 2 cells: conductor minus", "over the cells at or past capacity: ", "worst cell, "):
+        assert line in shown
+
+
+def test_headroom_is_above_every_policy(suite_file: str, capsys: Any) -> None:
+    given = ["--suite", suite_file, "--cells", "small*", "--policies", "conductor,random", "--headroom"]
+    assert leaderboard.main([*given, "--json", "-"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    for row in found["rows"]:
+        assert row["goodput"] <= row["bound"] <= 1
+        assert row["bound_landing_s"] == 10
+    assert [cell["bound"] for cell in found["cells"]] == [row["bound"] for row in found["rows"][::2]]
+    assert leaderboard.main(given) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("no policy: more than ") == 3
+    assert "at most " in shown and "(upper bound) in the mean" in shown
+
+
+def test_a_suite_compares_tuned_heuristics_unless_told(
+    small_file: str, suite_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    tuned = tmp_path / "tuned.yaml"
+    monkeypatch.setattr(leaderboard, "TUNED", tuned)
+    assert set(leaderboard.suite_policies()) >= set(leaderboard.default_policies())
+    tuned.write_text("policies: {conductor+slo: 'conductor:threshold=1.2+slo:threshold=.91', random: random}\n")
+    given = ["--suite", suite_file, "--cells", "late*", "--seeds", "1", "--json", "-"]
+    monkeypatch.setattr(leaderboard, "make_policy", lambda name: make_policy(name.replace("learned", "random")))
+    assert leaderboard.main(given) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {row["policy"] for row in found["rows"]} == {"learned", *leaderboard.suite_policies()}
+    assert found["paired"]["policy"] == "learned"
+
+
+@pytest.mark.parametrize("option", ["--trace", "--part", "--cluster", "--load", "--capacity", "--warmup", "--log"])
+def test_a_suite_says_where_it_is_evaluated(option: str, capsys: Any) -> None:
+    assert leaderboard.main(["--suite", "heldout", option, "1"]) == 2
+    assert f"error: {option} does not go with --suite" in capsys.readouterr().err
+
+
 BAD = {
     "unknown policy": (["--policies", "best"], "cache_aware"),
     "unknown option": (["--policies", "conductor:speed=1"], "threshold"),
@@ -286,6 +383,7 @@ BAD = {
     "class with arguments": (["--policies", "tests.test_leaderboard:NeedsArguments"], "TypeError"),
     "unknown cluster": (["--cluster", "eight"], "8p8d"),
     "unknown part": (["--part", "last"], "validation"),
+    "cells of nothing": (["--cells", "*-1x"], "--suite"),
     "no such trace": (["--trace", "absent.jsonl"], "absent.jsonl"),
     "no such workload": (["--trace", "builtin:chess"], "conversation"),
     "load zero": (["--load", "0"], "above 0"),
@@ -326,7 +424,14 @@ def test_help_and_list_teach(capsys: Any) -> None:
     assert stop.value.code == 0
     assert "examples:" in shown and "10p10d" in shown and "power_of_two" in shown
     assert leaderboard.main(["--list"]) == 0
-    assert "threshold=1.5" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "threshold=1.5" in shown and "  conversation-8p8d-1.5x" in shown
+    assert leaderboard.main(["--suite", "list"]) == 0
+    assert capsys.readouterr().out.startswith("suite heldout: ")
+    assert leaderboard.main(["--suite", "heldout", "--cells", "chess*"]) == 2
+    assert "--cells chess*: suite heldout has conversation-8p8d-0.8x" in capsys.readouterr().err
+    assert leaderboard.main(["--suite", "best"]) == 2
+    assert "built in are heldout" in capsys.readouterr().err
 
 
 def test_heavy_libraries_are_not_loaded() -> None:

@@ -4,6 +4,7 @@
     >>> trace = traces.builtin("conversation", seed=0)      # no download needed
     >>> trace = traces.load("conversation_trace.jsonl")     # any public format, by content
     >>> trace = traces.load("builtin:arxiv-summarization@2.5")    # a set of lengths, at 2.5 requests/s
+    >>> trace = traces.load("mooncake:conversation")        # as released, or a stand-in that says so
     >>> train, validation, test = trace.split()
 
 Names are loaded on first use, so `import traces` stays cheap.

@@ -27,7 +27,9 @@ app = typer.Typer(
     FILE is any public trace (Mooncake, Qwen-Bailian, RAGPulse, kv-cache-tester, Azure, BurstGPT) or
     this project's Parquet, plain, gzip or zstd, told apart by content; or one of the built-in
     workloads, which need no download: builtin:NAME or builtin:NAME@RATE with conversation,
-    toolagent, synthetic, arxiv-summarization, l-eval, simulated-16k, -32k, -64k, -128k.
+    toolagent, synthetic, arxiv-summarization, l-eval, simulated-16k, -32k, -64k, -128k,
+    hotspot, bursty; or mooncake:conversation, mooncake:toolagent, mooncake:synthetic: the released
+    file in data/ or in ../shared/traces, else the built-in stand-in, saying so.
 
     \b
     Examples:
@@ -44,7 +46,7 @@ app = typer.Typer(
 )
 
 OnError = Literal["raise", "skip"]
-In = Annotated[str, typer.Argument(metavar="FILE", help="trace file, folder or builtin:NAME")]
+In = Annotated[str, typer.Argument(metavar="FILE", help="trace file, folder, builtin:NAME or mooncake:NAME")]
 Out = Annotated[Path, typer.Argument(metavar="OUT", help=".parquet, or .jsonl[.gz|.zst] for Mooncake's format")]
 Bad = Annotated[OnError, typer.Option("--on-error", help="bad rows: stop at the first, or skip and count them")]
 Sort = Annotated[bool, typer.Option("--sort", help="order rows by time where the file is not")]

@@ -8,8 +8,8 @@
 A set of lengths is a `Trace` whose requests all come at time 0; `at_rate` moves those of any trace to new times, in
 their order, so reuse stays.
 
-The built-in sets stand for the workloads of Mooncake's Figures 11 and 12 (arXiv 2407.00079). Of these only means and
-cache ratios are published; `LENGTH_SETS` says what each assumes besides.
+The built-in sets stand for the workloads of Mooncake's Figures 11 and 12 (arXiv 2407.00079), of which only means and
+cache ratios are published, or make one thing hard: `hotspot` and `bursty`. `LENGTH_SETS` says what each assumes.
 """
 
 from __future__ import annotations
@@ -105,11 +105,16 @@ def at_rate(lengths: Trace, rate: float, seed: int = 0, *, cv: float = 1.0) -> T
 
 @dataclass(frozen=True)
 class LengthSet:
-    """A built-in set: what it stands for and assumes, the rate it is sent at unless told, and how it is drawn."""
+    """A built-in set: what it stands for and assumes, the rate it is sent at unless told, and how it is drawn.
+
+    Unless told, it has `requests` requests, and gaps with a coefficient of variation of `cv`.
+    """
 
     meaning: str
     rate: float
     draw: Callable[[int, np.random.Generator], _Requests]
+    requests: int = DEFAULT_REQUESTS
+    cv: float = 1.0
 
 
 class _Requests(NamedTuple):
@@ -138,15 +143,46 @@ L_EVAL_QUESTIONS, L_EVAL_QUESTION_TOKENS, L_EVAL_SPREAD = 7, 100, 4
 
 
 def _l_eval(n: int, rng: np.random.Generator) -> _Requests:
-    documents = -(-n // L_EVAL_QUESTIONS)
-    lengths = _lognormal(documents, 19_019 - L_EVAL_QUESTION_TOKENS, 0.7, rng)
-    document = np.repeat(np.arange(documents), L_EVAL_QUESTIONS)
-    when = document + L_EVAL_SPREAD * rng.random(len(document))
-    document = document[np.argsort(when, kind="stable")][:n]
+    lengths, document = _asked_about(n, L_EVAL_QUESTIONS, L_EVAL_SPREAD, 19_019 - L_EVAL_QUESTION_TOKENS, rng)
     question = rng.poisson(L_EVAL_QUESTION_TOKENS - 1, n) + 1
+    return _about_documents(lengths, document, question, _lognormal(n, 72, 1.0, rng))
+
+
+def _asked_about(n: int, times: int, spread: int, mean: float, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Lengths of documents of a mean, and n of them, each so many times within about `times * spread` requests."""
+    documents = -(-n // times)
+    lengths = _lognormal(documents, mean, 0.7, rng)
+    document = np.repeat(np.arange(documents), times)
+    when = document + spread * rng.random(len(document))
+    return lengths, document[np.argsort(when, kind="stable")][:n]
+
+
+def _about_documents(lengths: Ints, document: Ints, question: Ints, output: Ints) -> _Requests:
+    """Requests that have a document before them, and a question of their own."""
     # A block that holds the document's end and the question is nobody else's.
     shared = lengths[document] // DEFAULT_BLOCK_TOKENS
-    return _Requests(lengths[document] + question, _lognormal(n, 72, 1.0, rng), document, shared)
+    tokens = np.minimum(lengths[document] + question, MAX_INPUT_TOKENS)
+    return _Requests(tokens, output, document, shared)
+
+
+HOT_DOCUMENTS, HOT_EXPONENT, HOT_FOR = 200, 1.5, 1000
+
+
+def _hotspot(n: int, rng: np.random.Generator) -> _Requests:
+    shares = np.arange(1, HOT_DOCUMENTS + 1) ** -HOT_EXPONENT
+    rank = rng.choice(HOT_DOCUMENTS, size=n, p=shares / shares.sum())
+    period = np.arange(n) // HOT_FOR
+    ranking = np.stack([rng.permutation(HOT_DOCUMENTS) for _ in range(int(period[-1]) + 1)])
+    lengths = _lognormal(HOT_DOCUMENTS, 12_000, 0.7, rng)
+    return _about_documents(lengths, ranking[period, rank], _lognormal(n, 4000, 1.0, rng), _lognormal(n, 300, 0.8, rng))
+
+
+BURSTY_QUESTIONS, BURSTY_SPREAD, BURSTY_CV = 3, 100, 5.0
+
+
+def _bursty(n: int, rng: np.random.Generator) -> _Requests:
+    lengths, document = _asked_about(n, BURSTY_QUESTIONS, BURSTY_SPREAD, 8000, rng)
+    return _about_documents(lengths, document, _lognormal(n, 3000, 1.0, rng), _lognormal(n, 300, 0.8, rng))
 
 
 SIMULATED_PREFIXES = 8
@@ -184,6 +220,23 @@ LENGTH_SETS: dict[str, LengthSet] = {
     "simulated-32k": LengthSet(_SIMULATED.format("32,768"), 0.2, _simulated(32_768)),
     "simulated-64k": LengthSet(_SIMULATED.format("65,536"), 0.1, _simulated(65_536)),
     "simulated-128k": LengthSet(_SIMULATED.format("131,072"), 0.05, _simulated(131_072)),
+    "hotspot": LengthSet(
+        f"a few prefixes take most requests: {HOT_DOCUMENTS} documents (12,000 tokens on average) asked about with "
+        f"shares by Zipf of exponent {HOT_EXPONENT} (the four hottest: two thirds), dealt anew every {HOT_FOR:,} "
+        "requests, 4,000 tokens of one's own and 300 out on average; all invented, lognormal",
+        4.0,
+        _hotspot,
+        requests=10_000,
+    ),
+    "bursty": LengthSet(
+        f"requests in bursts: gamma gaps with a coefficient of variation of {BURSTY_CV:g}; documents of 8,000 tokens "
+        f"on average, each asked about {BURSTY_QUESTIONS} times within about {BURSTY_QUESTIONS * BURSTY_SPREAD} "
+        "requests, 3,000 tokens of one's own and 300 out on average; all invented, lognormal",
+        4.0,
+        _bursty,
+        requests=10_000,
+        cv=BURSTY_CV,
+    ),
 }
 
 
@@ -192,7 +245,7 @@ def lengths(source: str | os.PathLike[str], n_requests: int | None = None, seed:
 
     Args:
         source: a name of `LENGTH_SETS`, or a file, plain, gzip or zstd.
-        n_requests: how many; by default 1,000 of a built-in set, and all rows of a file in their order. Of a file,
+        n_requests: how many; by default the number of a built-in set, and all rows of a file in their order. Of a file,
             so many are drawn: without repetition while there are enough.
 
     Raises:
@@ -202,7 +255,8 @@ def lengths(source: str | os.PathLike[str], n_requests: int | None = None, seed:
         raise TraceError(f"n_requests {n_requests}", expected="an integer >= 1")
     rng = np.random.default_rng(seed)
     if isinstance(source, str) and source in LENGTH_SETS:
-        drawn = LENGTH_SETS[source].draw(DEFAULT_REQUESTS if n_requests is None else n_requests, rng)
+        chosen = LENGTH_SETS[source]
+        drawn = chosen.draw(chosen.requests if n_requests is None else n_requests, rng)
         return _with_blocks(drawn, source)
     path = Path(source)
     if isinstance(source, str) and not path.exists():
@@ -335,7 +389,7 @@ def builtin(
     """A synthesised workload; needs no download.
 
     Either a stand-in for one of Mooncake's released traces (`conversation`, `toolagent`, `synthetic`; see
-    `traces.synthesis`), or a set of `LENGTH_SETS` sent at `rate` with Poisson arrivals, or gamma gaps of `cv`.
+    `traces.synthesis`), or a set of `LENGTH_SETS` sent at `rate` with gamma gaps of `cv` (1: Poisson).
 
     Raises:
         TraceError: no such workload, or options that contradict each other.
@@ -360,7 +414,7 @@ def sent(
     rate: float | None = None,
     cv: float | None = None,
 ) -> Trace:
-    """`lengths` at a rate; a built-in set has one of its own.
+    """`lengths` at a rate; a built-in set has one of its own, and a coefficient of variation.
 
     Raises:
         TraceError: as `lengths` and `at_rate`; no rate for a file.
@@ -375,4 +429,6 @@ def sent(
         if not (math.isfinite(duration_s) and duration_s > 0):
             raise TraceError(f"duration {duration_s} s", expected="seconds > 0")
         n_requests = max(1, round(duration_s * rate))
-    return at_rate(lengths(source, n_requests, seed), rate, seed, cv=1.0 if cv is None else cv)
+    if cv is None:
+        cv = LENGTH_SETS[source].cv if source in LENGTH_SETS else 1.0
+    return at_rate(lengths(source, n_requests, seed), rate, seed, cv=cv)

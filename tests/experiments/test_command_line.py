@@ -30,6 +30,7 @@ from experiments.experiment import (
 )
 from experiments.parameters import Parameters
 from experiments.report import VERDICTS, as_json
+from traces import released
 
 ROOT = Path(__file__).parents[2]
 KEYS = ["experiment", "quantity", "ours", "paper", "tolerance", "holds", "fitted"]
@@ -188,6 +189,7 @@ def test_stand_ins_are_told_once_each(
     cli: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(released, "CHECKOUT", tmp_path)
     asking = [
         Experiment(f"fast_fig{i}_x", "", "", lambda setting: Result([Row("x", setting.trace("synthetic").n_requests)]))
         for i in (1, 2)
@@ -196,7 +198,8 @@ def test_stand_ins_are_told_once_each(
     code, out, errors = cli("--all", *options)
     assert code == 0
     assert [line for line in errors.splitlines() if line.startswith("warning: ")] == [
-        f"warning: no synthetic_trace.jsonl in {'data' if '--json' in options else '.'}: a stand-in was used"
+        f"warning: no synthetic_trace.jsonl in {'data or ../shared/traces' if '--json' in options else '.'}: "
+        "a stand-in was used"
     ]
     if "--json" in options:
         origins = json.loads(out)["traces"]

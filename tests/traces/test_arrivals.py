@@ -97,11 +97,32 @@ def test_simulated(size: int) -> None:
     assert {len(s) for s in shared} == {0, size}
 
 
+def test_hotspot_has_few_prefixes_that_take_most_requests_and_change() -> None:
+    trace = load("builtin:hotspot")
+    first = trace.block_ids[trace.block_offsets[:-1]]
+    hottest = []
+    for start in range(0, 10_000, 1000):
+        prefixes, counts = np.unique(first[start : start + 1000], return_counts=True)
+        order = np.argsort(-counts)[:4]
+        assert counts[order].sum() > 500
+        hottest.append(frozenset(prefixes[order].tolist()))
+    assert len(set(hottest)) == 10
+
+
+def test_bursty_comes_in_bursts() -> None:
+    def dispersion(name: str) -> float:
+        arrival_s = load(name).arrival_s
+        per_30_s = np.histogram(arrival_s, np.arange(0, arrival_s[-1], 30))[0]
+        return float(per_30_s.var() / per_30_s.mean())
+
+    assert dispersion("builtin:bursty") > 8 * dispersion("builtin:hotspot")
+
+
 @pytest.mark.parametrize("name", LENGTH_SETS)
 def test_sets_are_seeded_and_named(name: str) -> None:
     trace = load(f"builtin:{name}")
     assert trace.name == name
-    assert trace.n_requests == arrivals.DEFAULT_REQUESTS
+    assert trace.n_requests == LENGTH_SETS[name].requests
     assert trace.n_requests / trace.duration_s == pytest.approx(LENGTH_SETS[name].rate, rel=0.1)
     assert trace.checksum == load(f"builtin:{name}").checksum
     assert trace.checksum != load(f"builtin:{name}", seed=1).checksum

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import glob
 import os
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ from typing import Any
 import numpy as np
 import orjson
 
+from traces import released
 from traces.formats import agent_sessions, bailian, csv_lengths, mooncake, parquet, ragpulse, servegen
 from traces.formats.rows import OnError, Rows, read_bytes, text_lines
 from traces.trace import DEFAULT_BLOCK_TOKENS, Trace, TraceError, merge
@@ -57,9 +59,10 @@ def load(
 
     Args:
         path: a file; `builtin:NAME` or `builtin:NAME@RATE` (requests per second) for a built-in
-            synthesised workload; a folder, a list or a glob pattern of kv-cache-tester session
-            files, which are put together on one clock, or of the Parquet segments of a decision
-            log, which are put in order.
+            synthesised workload; `mooncake:NAME` for one of Mooncake's released traces where its
+            file is at hand, else, saying so on stderr, for its stand-in; a folder, a list or a glob
+            pattern of kv-cache-tester session files, which are put together on one clock, or of the
+            Parquet segments of a decision log, which are put in order.
         on_error: `"raise"` on the first bad row, or `"skip"` to drop bad rows and count them in
             `Trace.skipped_rows`. A damaged file (cut off, not decodable) always raises.
         reblock: coarser blocks of this many tokens (a multiple of the file's; any size for RAGPulse).
@@ -81,6 +84,11 @@ def load(
 
             workload, rate = named_rate(text.removeprefix(BUILTIN_PREFIX))
             trace = builtin(workload, seed=seed, rate=rate)
+        elif text.startswith(released.PREFIX):
+            found = released.released(text.removeprefix(released.PREFIX), on_error=on_error, sort=sort, seed=seed)
+            if found.trace.name != text:
+                print(f"{text}: {found.origin}", file=sys.stderr)
+            trace = found.trace
         else:
             file = Path(text)
             paths = files_of(file)
