@@ -100,8 +100,13 @@ class Options:
     hidden: int = 48
     """Hidden units of the network."""
     base: str = ""
-    """cma: the heuristic whose options are tuned, from those in its name on; rollout: the one to improve upon."""
-    # rollout
+    """The heuristic whose options are tuned (cma, rollout), from those in its name on."""
+    generations: int = 40
+    """cma, rollout: generations of this."""
+    population: int = 0
+    """cma, rollout: candidates per generation; 0: 4 + 3 log of the number of options."""
+    windows: int = 16
+    """cma, rollout: windows of the trace per generation, the same for all its candidates."""
     rounds: int = 2
     """rollout: times that it visits states, tries out their decisions and fits; each follows the one before."""
     states: int = 12_000
@@ -112,13 +117,6 @@ class Options:
     """rollout: passes over all that was tried."""
     fit_lr: float = 2e-3
     """rollout: highest learning rate of these."""
-    # cma
-    generations: int = 40
-    """cma: generations in all."""
-    population: int = 0
-    """cma: candidates per generation; 0: 4 + 3 log of the number of options."""
-    windows: int = 16
-    """cma: windows of the trace per generation, the same for all its candidates."""
 
 
 class Algorithm(NamedTuple):
@@ -142,7 +140,7 @@ ALGORITHMS = {
         "try out every decision at visited states, fit a set scorer to what became of them",
         ("torch", "sb3_contrib", "tensorboard"),
         anchored=True,
-        base="conductor:threshold=1,min_over_both=1+priced:ttft=0.2,tbt=1,price=0.12",
+        base="prior:ttft=0.2,tbt=1,price=0.1,slack=0.2,affinity=0.03",
     ),
     "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), anchored=None, base="conductor+slo"),
 }

@@ -14,10 +14,8 @@ from numpy.typing import NDArray
 
 from envs.kernel.compile import compiled
 from envs.kernel.memory import decode_allowed, f8_at, source_allowed
-from envs.kernel.replay import ADMISSION, ROUTER, Callback
 
-from .early_rejection import PRICED_FROM, accept_all
-from .registry import CompiledPolicy
+from .early_rejection import PRICED_FROM
 
 if TYPE_CHECKING:
     from .networks import SetScorer
@@ -28,13 +26,15 @@ TTFT_WEIGHT, TBT_WEIGHT, REJECT_WEIGHT = 100.0, 200.0, 100.0
 MOST_REJECT, NO_ROOM = 10.0, 12.0
 LARGEST, LARGEST_SCALED = 1e9, 10.0
 MOST_POSITIVE = np.expm1(LARGEST_SCALED)
-HEADER = 6  # values before the weights: hidden units, anchored, margin, gate [3]
+HEADER = 10  # values before the weights: hidden units, anchored, margin, gate [5], trained, rejects
+GATE, TRAINED, REJECTS = 3, 8, 9
 
 
-def packed(scorer: SetScorer) -> NDArray[np.float64]:
+def packed(scorer: SetScorer, rejects: bool = True) -> NDArray[np.float64]:
     """A scorer's weights as the values of the router `set_scorer`: the header, then float32 numbers two to a value.
 
-    Matrices lie by input, so that one input is added to all hidden units at once.
+    Without `rejects` it takes every request it can. One whose heads are all zero needs no more than its prior. Matrices
+    lie by input, so that one input is added to all hidden units at once.
     """
     state = {name: tensor.detach().cpu().numpy().astype(np.float32) for name, tensor in scorer.state_dict().items()}
     hidden = len(state["pool.bias"])
@@ -63,7 +63,8 @@ def packed(scorer: SetScorer) -> NDArray[np.float64]:
     flat = np.concatenate([np.ravel(weight) for weight in weights])
     if len(flat) % 2:
         flat = np.append(flat, np.float32(0.0))
-    header = np.array([hidden, scorer.anchored, state["margin"], *state["gate"]], np.float64)
+    trained = any(tensor.any() for name, tensor in state.items() if "_head." in name)
+    header = np.array([hidden, scorer.anchored, state["margin"], *state["gate"], trained, rejects], np.float64)
     return np.concatenate([header, flat.view(np.float64)])
 
 
@@ -150,34 +151,98 @@ def _dot(values, first, weights, at, hidden):
 
 
 @compiled
-def set_scorer(observation, values, memory, decision):
-    """What a trained set scorer says: the valid choice with the largest score."""
-    prefills, decodes = observation.prefills, observation.decodes
+def _prior_costs(observation, gate, prefill_cost, decode_cost):
+    """What the prior minimises, to prefill_cost [3 P] and decode_cost [D], infinite where it may not choose.
+
+    Returns the prior's logit of rejecting; infinite where nothing may be chosen. `gate` is a `policies.networks.Gate`.
+    """
+    request = f8_at(observation.request)
+    cluster = f8_at(observation.cluster)
+    tokens = max(_clean(request[0]), 1.0)
+    ttft_slo_s = max(_clean(request[3]), 1e-6)
+    tbt_slo_s = max(_clean(request[4]), 1e-6)
+    need = tokens + max(_clean(cluster[2]), 0.0)
+    least_prefill = np.float32(np.inf)
+    table = f8_at(observation.prefill)
+    for p in range(observation.prefills):
+        for source in range(3):
+            cost = np.float32(np.inf)
+            if source_allowed(observation, p, source):
+                cost = np.float32(TTFT_WEIGHT * _multiple(_clean(table[p * PREFILL + 6 + source]) / ttft_slo_s))
+            prefill_cost[3 * p + source] = cost
+            least_prefill = min(least_prefill, cost)
+    least_decode = np.float32(np.inf)
+    tbt_of_least = 0.0
+    table = f8_at(observation.decode)
+    for d in range(observation.decodes):
+        decode_cost[d] = np.inf
+        if not decode_allowed(observation, d):
+            continue
+        row = d * DECODE_COLUMNS
+        tbt = _multiple(_clean(table[row + 7]) / tbt_slo_s)
+        # one more context, of a typical length, so that an empty instance suits every prompt but the extreme
+        contexts = max(_clean(table[row]) + _clean(table[row + 3]) + 1.0, 1.0)
+        mean = max(_clean(table[row + 1]) + _clean(table[row + 4]) + PRICED_FROM, 1.0) / contexts
+        cost = TBT_WEIGHT * (tbt + gate[4] * np.log(tokens / mean) ** 2)
+        if _clean(table[row + 2]) < need:
+            cost += NO_ROOM
+        decode_cost[d] = cost
+        if decode_cost[d] < least_decode:
+            least_decode = decode_cost[d]
+            tbt_of_least = tbt
+    if least_prefill == np.inf or least_decode == np.inf:
+        return np.inf
+    of_ttft = gate[0] + gate[3] * (1.0 - _clean(cluster[6]))
+    of_tbt = min(gate[1] - gate[2] * np.log(tokens / PRICED_FROM), 1.0)
+    excess = max(least_prefill / TTFT_WEIGHT - of_ttft, tbt_of_least - of_tbt)
+    return min(max(excess * REJECT_WEIGHT, -MOST_REJECT), MOST_REJECT)
+
+
+@compiled
+def _decide_by_prior(reject, prefill_cost, decode_cost, decision):
     decision[0] = -1
     decision[1] = -1
     decision[2] = 0
+    if reject < 0.0:
+        best = np.argmin(prefill_cost)
+        decision[0] = best // 3
+        decision[1] = np.argmin(decode_cost)
+        decision[2] = best % 3
+
+
+@compiled
+def prior(observation, values, memory, decision):
+    """The prior of the learned policy: Algorithm 1 with early rejection by length and load, like contexts together."""
+    prefill_cost = np.empty(3 * observation.prefills, np.float32)
+    decode_cost = np.empty(observation.decodes, np.float32)
+    reject = _prior_costs(observation, values, prefill_cost, decode_cost)
+    _decide_by_prior(reject, prefill_cost, decode_cost, decision)
+
+
+@compiled
+def set_scorer(observation, values, memory, decision):
+    """What a trained set scorer says: the valid choice with the largest score."""
+    prefills, decodes = observation.prefills, observation.decodes
+    prefill_cost = np.empty(3 * prefills, np.float32)
+    decode_cost = np.empty(decodes, np.float32)
+    prior_reject = _prior_costs(observation, values[GATE : GATE + 5], prefill_cost, decode_cost)
+    must = prior_reject < np.inf and values[REJECTS] == 0.0
+    _decide_by_prior(-1.0 if must else prior_reject, prefill_cost, decode_cost, decision)
+    if prior_reject == np.inf or values[TRAINED] == 0.0:
+        return
+    decision[0] = -1
+    decision[1] = -1
+    decision[2] = 0
+    least_prefill = prefill_cost.min()
+    least_decode = decode_cost.min()
+
+    # features
     request = f8_at(observation.request)
     cluster = f8_at(observation.cluster)
     tokens = max(_clean(request[0]), 1.0)
     ttft_slo_s = max(_clean(request[3]), 1e-6)
     tbt_slo_s = max(_clean(request[4]), 1e-6)
     expected = max(_clean(cluster[2]), 0.0)
-
-    decode_up = np.zeros(decodes, np.bool_)
-    some_decode = False
-    for d in range(decodes):
-        decode_up[d] = decode_allowed(observation, d)
-        some_decode |= decode_up[d]
-    prefill_up = np.zeros(prefills, np.bool_)
-    some_prefill = False
-    for p in range(prefills):
-        for source in range(3):
-            prefill_up[p] |= some_decode and source_allowed(observation, p, source)
-        some_prefill |= prefill_up[p]
-    if not some_prefill:
-        return
-
-    # features, and the prior's costs
     context = np.empty(CONTEXT, np.float32)
     context[0] = _squash_positive(tokens / 1000.0)
     context[1] = _squash_positive(_clean(request[1]) / tokens)
@@ -188,11 +253,11 @@ def set_scorer(observation, values, memory, decision):
     context[6] = _squash_positive(_clean(cluster[3]) / ttft_slo_s)
     context[7] = _squash_positive(_clean(cluster[4]))
     context[8] = _squash_positive(_clean(cluster[6]))
+    prefill_up = np.zeros(prefills, np.bool_)
     of_prefill = np.empty(prefills * PREFILL, np.float32)
-    prefill_cost = np.full(3 * prefills, np.inf, np.float32)
-    least_prefill = np.float32(np.inf)
     table = f8_at(observation.prefill)
     for p in range(prefills):
+        prefill_up[p] = prefill_cost[3 * p : 3 * p + 3].min() < np.inf
         for i in range(PREFILL):
             x = _clean(table[p * PREFILL + i])
             if i == 0 or 5 <= i <= 8:
@@ -200,20 +265,15 @@ def set_scorer(observation, values, memory, decision):
             elif 2 <= i <= 4:
                 x /= tokens
             of_prefill[p * PREFILL + i] = _squash_positive(x)
-            if 6 <= i <= 8 and prefill_up[p] and source_allowed(observation, p, i - 6):
-                prefill_cost[3 * p + i - 6] = TTFT_WEIGHT * _multiple(x)
-                least_prefill = min(least_prefill, prefill_cost[3 * p + i - 6])
+    decode_up = np.zeros(decodes, np.bool_)
     of_decode = np.empty(decodes * DECODE, np.float32)
-    decode_cost = np.full(decodes, np.inf, np.float32)
-    least_decode = np.float32(np.inf)
-    tbt_of_least = 0.0
     table = f8_at(observation.decode)
     for d in range(decodes):
+        decode_up[d] = decode_cost[d] < np.inf
         row = d * DECODE_COLUMNS
         batch, kv, free = _clean(table[row]), _clean(table[row + 1]), _clean(table[row + 2])
         pending, pending_tokens = _clean(table[row + 3]), _clean(table[row + 4])
         capacity = max(free + kv + pending_tokens + (batch + pending) * expected, 1.0)
-        tbt = _clean(table[row + 7]) / tbt_slo_s
         to = d * DECODE
         of_decode[to] = _squash(batch / 10.0)
         of_decode[to + 1] = _squash(kv / capacity)
@@ -223,20 +283,9 @@ def set_scorer(observation, values, memory, decision):
         of_decode[to + 5] = _squash(_clean(table[row + 5]))
         of_decode[to + 6] = _squash(tokens / capacity)
         of_decode[to + 7] = _squash(_clean(table[row + 6]) / tbt_slo_s)
-        of_decode[to + 8] = _squash(tbt)
+        of_decode[to + 8] = _squash(_clean(table[row + 7]) / tbt_slo_s)
         of_decode[to + 9] = _squash(_clean(table[row + 8]) / tbt_slo_s)
         of_decode[to + 10] = _squash(_clean(table[row + 9]))
-        if decode_up[d]:
-            cost = TBT_WEIGHT * _multiple(tbt)
-            if free < tokens + expected:
-                cost += NO_ROOM
-            decode_cost[d] = cost
-            if decode_cost[d] < least_decode:
-                least_decode = decode_cost[d]
-                tbt_of_least = _multiple(tbt)
-    threshold = min(values[4] - values[5] * np.log(tokens / PRICED_FROM), 1.0)
-    excess = max(least_prefill / TTFT_WEIGHT - values[3], tbt_of_least - threshold)
-    prior_reject = min(max(excess * REJECT_WEIGHT, -MOST_REJECT), MOST_REJECT)
 
     # the network
     hidden = int(values[0])
@@ -320,6 +369,8 @@ def set_scorer(observation, values, memory, decision):
         if cost == least_decode and score > anchor_of_d:
             anchor_of_d, anchor_d = score, d
     best = best_of_p + best_of_d
+    if values[REJECTS] == 0.0:
+        reject = np.float32(-np.inf)
     if not anchored:
         if best > prior_reject + reject:
             decision[0] = best_p
@@ -339,11 +390,3 @@ def set_scorer(observation, values, memory, decision):
     decision[0] = best_p
     decision[1] = best_d
     decision[2] = best_source
-
-
-_ROUTER, _ADMISSION = Callback(set_scorer, ROUTER), Callback(accept_all, ADMISSION)
-
-
-def compiled_policy(scorer: SetScorer, name: str, recheck: bool) -> CompiledPolicy:
-    """A set scorer as a compiled policy, with the weights it has now."""
-    return CompiledPolicy(name, (_ROUTER, packed(scorer)), (_ADMISSION, np.zeros(0)), recheck)

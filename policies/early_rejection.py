@@ -39,6 +39,12 @@ def accept_all(observation, values, decision):
 
 
 @compiled
+def routers_own(observation, values, decision):
+    """None but the router's own, for one that rejects by itself; decode nodes check the TBT again."""
+    return True
+
+
+@compiled
 def both_slos(observation, values, decision):
     """Algorithm 1's own check: the predicted TTFT and TBT of the chosen pair, all that is assigned to it counted."""
     tbt_s = decode_features(observation, decision[1]).tbt_assigned_s

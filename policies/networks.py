@@ -46,7 +46,6 @@ TTFT_WEIGHT = 100.0  # logits per TTFT SLO
 TBT_WEIGHT = 200.0  # logits per TBT SLO
 REJECT_WEIGHT = 100.0  # logits per SLO by which the predictions exceed it
 MOST_REJECT = 10.0  # the prior's certainty about rejecting, either way
-GATE = (1.0, 1.0, 0.0)  # thresholds of the prior for TTFT and TBT, price of a long prompt: the SLOs themselves
 NO_ROOM = 12.0  # logits off for a decode instance without KV room for the request
 MASKED = -1e8
 LARGEST = 1e9  # of any feature: that of envs.kernel.replay
@@ -136,6 +135,8 @@ _ROWS = [
 _WEIGHTS, _CONSTANTS = torch.tensor(_ROWS)[:, :-1].contiguous(), torch.tensor(_ROWS)[:, -1].contiguous()
 _DECODE_COLUMNS = _chosen([name for name, _ in OF_DECODE], _DECODE)
 _FREE = _chosen(["free_tokens"], _DECODE)
+_CONTEXTS = _chosen(["kv_tokens", "batch"], _DECODE) + _chosen(["pending_tokens", "pending_requests"], _DECODE)
+_TYPICAL = torch.tensor([PRICED_FROM, 1.0])
 _TTFT = _chosen(["ttft_local_s", "ttft_fetch_s", "ttft_recompute_s"], [name for name, _ in OF_PREFILL])
 _TBT = _chosen(["tbt_assigned_s"], [name for name, _ in OF_DECODE])
 _OVER_CAPACITY = torch.tensor([float(divisor == "capacity") for _, divisor in OF_DECODE])
@@ -144,6 +145,16 @@ _TIMES_PREFILLS, _PER_PREFILL, _PER_DECODE = (
     for counted in ("times prefill", "per prefill", "per decode")
 )
 _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
+
+
+class Gate(NamedTuple):
+    """What the prior goes by. As it is here: Algorithm 1 with the SLOs themselves as thresholds."""
+
+    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, in a cluster whose decode load is 1
+    tbt: float = 1.0  # threshold of the predicted TBT, in SLOs, for a prompt of PRICED_FROM tokens, at most 1
+    price: float = 0.0  # by how much that is lower for each e-fold of prompt tokens
+    slack: float = 0.0  # by how much the threshold of the TTFT is higher for each 1 that the decode load is lower
+    affinity: float = 0.0  # cost, in SLOs of TBT, of an e-fold between a prompt and a decode's mean context, squared
 
 
 class Scaled(NamedTuple):
@@ -156,6 +167,8 @@ class Scaled(NamedTuple):
     tbt: Tensor  # [B, D, 1], predicted, in SLOs
     no_room: Tensor  # [B, D, 1], 1 where the KV of the request has no room, else 0
     length: Tensor  # [B, 1, 1], e-folds of the prompt's tokens above PRICED_FROM
+    misfit: Tensor  # [B, D, 1], squared e-folds between the prompt and the mean context on a decode instance
+    idle: Tensor  # [B, 1, 1], 1 less the forecast decode load
 
 
 class Prior(NamedTuple):
@@ -210,6 +223,10 @@ def scale(tables: Tables) -> Scaled:
     # free = capacity - kv - pending - (batch + pending requests) * expected output
     capacity = (decode @ held.transpose(1, 2)).clamp(min=LEAST["capacity"])
     no_room = decode @ on_device(_FREE) < need
+    # one more context, of a typical length, so that an empty instance suits every prompt but the extreme
+    contexts = decode @ on_device(_CONTEXTS) + on_device(_TYPICAL)
+    mean = contexts[..., :1].clamp(min=1.0) / contexts[..., 1:].clamp(min=1.0)
+    misfit = torch.log(known[:, :1, None] / mean) ** 2
     prefill = prefill / of_prefill
     decode = decode @ on_device(_DECODE_COLUMNS) + inputs
     decode = decode / (of_decode + capacity * on_device(_OVER_CAPACITY))
@@ -221,6 +238,8 @@ def scale(tables: Tables) -> Scaled:
         _multiple(decode @ on_device(_TBT)),
         no_room.to(decode.dtype),
         torch.log(known[:, :1, None] / PRICED_FROM),
+        misfit,
+        1.0 - known[:, -1:, None],
     )
 
 
@@ -228,18 +247,21 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Prior:
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
-    TBT of that pair, in SLOs, is above its threshold (`early_rejection.priced`).
+    TBT of that pair, in SLOs, is above its threshold. With a gate of (ttft, tbt, price, 0, 0) that is
+    conductor with the admission `priced`.
 
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
-        gate: [3], the thresholds of TTFT and TBT in SLOs, and the price of a long prompt.
+        gate: [5], a `Gate`.
     """
+    ttft, tbt, price, slack, affinity = gate.unbind()
     of_prefill = TTFT_WEIGHT * x.ttft
-    of_decode = TBT_WEIGHT * x.tbt + NO_ROOM * x.no_room
+    of_decode = TBT_WEIGHT * (x.tbt + affinity * x.misfit) + NO_ROOM * x.no_room
     least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
     least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
-    of_tbt = (gate[1] - gate[2] * x.length).clamp(max=1.0)
-    worse = torch.maximum(least_prefill / TTFT_WEIGHT - gate[0], x.tbt.gather(1, instance) - of_tbt)
+    of_ttft = ttft + slack * x.idle
+    of_tbt = (tbt - price * x.length).clamp(max=1.0)
+    worse = torch.maximum(least_prefill / TTFT_WEIGHT - of_ttft, x.tbt.gather(1, instance) - of_tbt)
     reject = (worse * REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
     return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
 
@@ -278,7 +300,7 @@ class SetScorer(nn.Module):
     def __init__(self, hidden: int = 48, anchored: bool = False) -> None:
         super().__init__()
         self.anchored = anchored
-        self.register_buffer("gate", torch.tensor(GATE))  # of the prior
+        self.register_buffer("gate", torch.tensor(Gate()))  # of the prior
         self.register_buffer("margin", torch.zeros(()))  # in good requests, of an anchored scorer
         self.prefill = nn.Linear(PREFILL, hidden)
         self.prefill_context = nn.Linear(CONTEXT, hidden, bias=False)

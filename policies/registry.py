@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import math
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,11 @@ from envs.kernel.compile import entry_point
 from envs.simulator import Simulator
 from envs.state import Observation
 
-from . import early_rejection, peers, routers
+from . import compiled_scorer, early_rejection, peers, routers
 from .policy import Policy, PolicyError
+
+if TYPE_CHECKING:
+    from .networks import SetScorer
 
 
 class Option(NamedTuple):
@@ -97,6 +100,14 @@ ROUTERS: dict[str, Part] = {
         ),
         Option("min_over_both", 0.0, "1: fetch only where that is predicted to be faster too", 0.0, 1.0, "switch"),
     ),
+    "prior": _router(
+        compiled_scorer.prior,
+        Option("ttft", 1.0, "threshold of the predicted TTFT where the decode load is 1", 0.03, 1.5, "log"),
+        Option("tbt", 1.0, "threshold of the predicted TBT for a prompt of 8,000 tokens", 0.5, 1.5),
+        Option("price", 0.0, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.4),
+        Option("slack", 0.0, "by how much that of the TTFT is higher for each 1 of decode load below 1", 0.0, 3.0),
+        Option("affinity", 0.0, "cost of an e-fold between a prompt and a decode's contexts, squared", 0.0, 0.2),
+    ),
     # the cost functions of other systems
     "lmetric": _router(peers.lmetric),
     "dynamo": _router(
@@ -156,6 +167,7 @@ ROUTERS: dict[str, Part] = {
 }
 ADMISSIONS: dict[str, Part] = {
     "none": _admission(early_rejection.accept_all),
+    "own": _admission(early_rejection.routers_own),
     "slo": _admission(early_rejection.both_slos, _THRESHOLD),
     "baseline": _admission(early_rejection.baseline, _THRESHOLD),
     "early": _admission(early_rejection.early, _THRESHOLD),
@@ -167,6 +179,10 @@ ADMISSIONS: dict[str, Part] = {
         Option("price", 0.07, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.3),
     ),
 }
+
+
+OWN_ADMISSION = {"conductor": "slo", "prior": "own"}
+"""The admission of a router whose name says none; others accept everything."""
 
 
 class CompiledPolicy:
@@ -275,6 +291,15 @@ class CompiledPolicy:
         )
 
 
+def compiled_policy(scorer: SetScorer, name: str, recheck: bool, *, rejects: bool = True) -> CompiledPolicy:
+    """A set scorer as a compiled policy, with the weights it has now; without `rejects` it takes all it can."""
+    values = compiled_scorer.packed(scorer, rejects)
+    return CompiledPolicy(name, (_SCORER, values), (ADMISSIONS["own"].callback, np.zeros(0)), recheck)
+
+
+_SCORER = _replay.Callback(compiled_scorer.set_scorer, _replay.ROUTER)
+
+
 def _part(parts: dict[str, Part], kind: str, name: str, given: dict[str, float]) -> tuple[_replay.Callback, Any]:
     if name not in parts:
         raise PolicyError(f"no {kind} is called {name!r}; there are {', '.join(parts)}")
@@ -313,7 +338,7 @@ def parse_heuristic(name: str) -> tuple[str, str, dict[str, float], dict[str, fl
     if router not in ROUTERS:
         return None
     if not plus:
-        admission = "slo" if router == "conductor" else "none"
+        admission = OWN_ADMISSION.get(router, "none")
     admission, _, admission_options = admission.partition(":")
     return router, admission, _parse(options, name), _parse(admission_options, name)
 

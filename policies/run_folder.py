@@ -271,6 +271,6 @@ def load_run(path: Path) -> Policy:
             )
         print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
         file = last
-    from .compiled_scorer import compiled_policy
+    from .registry import compiled_policy
 
     return compiled_policy(load_weights(file, config["network"]), str(path), bool(config.get("recheck", True)))

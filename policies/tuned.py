@@ -83,6 +83,8 @@ class _Contender:
 def pairs(only: Iterable[str] = ()) -> dict[str, list[str]]:
     """What is tuned for each router: `ROUTER+ADMISSION` of all that have an option to search.
 
+    The prior of the learned policy is not among them unless it is named: its options are part of what is learned.
+
     Args:
         only: routers, all admissions of each, or pairs; none: every router.
 
@@ -90,13 +92,13 @@ def pairs(only: Iterable[str] = ()) -> dict[str, list[str]]:
         PolicyError: an unknown router or admission, or a pair with nothing to tune.
     """
     found: dict[str, list[str]] = {}
-    for name in only or ROUTERS:
+    for name in only or (router for router in ROUTERS if router != "prior"):
         router, plus, _ = name.partition("+")
         if plus or router not in ROUTERS:
             Space(name)
             found.setdefault(router.partition(":")[0], []).append(name)
         else:
-            admissions = [a for a in ADMISSIONS if ROUTERS[router].options or ADMISSIONS[a].options]
+            admissions = [a for a in ADMISSIONS if a != "own" and (ROUTERS[router].options or ADMISSIONS[a].options)]
             found.setdefault(router, []).extend(f"{router}+{admission}" for admission in admissions)
     return found
 

@@ -1,15 +1,16 @@
 """Policy improvement by counterfactual rollouts: what would have become of the other decisions?
 
-1. Clusters replay windows of the traces. At some requests every candidate decision (reject, other prefill instances and
-   sources, other decode instances) is tried in a copy of the cluster: the same requests arrive, the base policy decides
-   about the next `horizon`, and what is counted is how many become good (`Simulator.branch`). All else being equal,
-   the differences are what the decision is worth: in good requests, the leaderboard's own unit.
+0. The prior of the network, Algorithm 1 with early rejection, gets the options that CMA-ES finds on windows of the
+   training part.
+1. Clusters replay windows under the policy so far. At some requests every candidate decision (reject, other prefill
+   instances and sources, other decode instances) is tried in a copy of the cluster: the same requests arrive, the
+   policy decides about the next `horizon`, and what is counted is how many become good (`Simulator.branch`). All else being
+   equal, the differences are what the decision is worth: in good requests, the leaderboard's own unit.
 2. A set scorer is fitted to these differences.
-3. It decides as the base does, unless another decision is worth more by a margin. The margin is chosen on the
-   validation part, and so is the best of the rounds: each visits the states its predecessor leads to.
+3. It decides as the prior does, unless another decision is worth more by a margin. The margin is chosen on the
+   validation part. Then the next round, from 1.
 
-The base is `conductor` with the `priced` admission: the prior of `policies.networks` is the same heuristic, so that
-the policy is one network and is exported as any other.
+All is one network, gate and margin in it, and is exported as any other.
 """
 
 from __future__ import annotations
@@ -32,10 +33,9 @@ from numpy.typing import NDArray
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec
 from envs.state import Observation, Source
-from policies.compiled_scorer import compiled_policy
 from policies.networks import SetScorer
-from policies.policy import Policy, PolicyError
-from policies.registry import CompiledPolicy, make_policy
+from policies.policy import PolicyError
+from policies.registry import CompiledPolicy, compiled_policy, make_policy
 from policies.run_folder import (
     action_masks,
     checkpoint_file,
@@ -46,17 +46,20 @@ from policies.run_folder import (
 from policies.trainers.progress import Progress
 from policies.trainers.validation import goodput
 from policies.trainers.workload import Workload
+from policies.tuning import Search, Space, Trials, evolve, finalists
 
 CLUSTERS = 16  # replayed side by side
 BRANCHED = 25  # one of as many requests is branched at
 HELD_OUT = 20  # one of as many branches is kept from the fit
-OTHERS = 4  # candidates of each pool beside the base's choice: half the most promising, half drawn
+OTHERS = 4  # candidates of each pool beside the policy's choice: half the most promising, half drawn
 CANDIDATES = 2 + 2 * OTHERS + 2
 MOST_GAIN = 4.0  # good requests: what is beyond in a difference is luck of what follows
 MARGINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3)  # good requests
 MOST_WORSE = 0.005  # goodput that a margin may cost on some part of the validation
 LOADS = 5  # of the validation, over the range trained on
 BATCH = 512
+RECHECK = True  # decode nodes check the TBT SLO again
+VALIDATE_EVERY = 5  # generations of the prior
 SOURCES = len(Source)
 
 
@@ -65,6 +68,12 @@ class Options(Protocol):
 
     @property
     def base(self) -> str: ...
+    @property
+    def generations(self) -> int: ...
+    @property
+    def population(self) -> int: ...
+    @property
+    def windows(self) -> int: ...
     @property
     def states(self) -> int: ...
     @property
@@ -93,7 +102,7 @@ class Branches(NamedTuple):
     decode: NDArray[np.float32]  # [N, D, 10]
     cluster: NDArray[np.float32]  # [N, 7]
     masks: NDArray[np.bool_]  # [N, 1 + P D 3]
-    actions: NDArray[np.int64]  # [N, K], the base's own first; -1 where there are fewer
+    actions: NDArray[np.int64]  # [N, K], the policy's own first; -1 where there are fewer
     good: NDArray[np.float32]  # [N, K], requests that became good
 
     def rows(self, numbers: NDArray[np.int64]) -> Branches:
@@ -102,14 +111,14 @@ class Branches(NamedTuple):
         return Branches(*columns)
 
 
-def candidates(observation: Observation, c: int, base: int, routed: int, rng: np.random.Generator) -> list[int]:
-    """Decisions worth trying for cluster c: the base's own, rejecting, and one change of what its router chose.
+def candidates(observation: Observation, c: int, own: int, routed: int, rng: np.random.Generator) -> list[int]:
+    """Decisions worth trying for cluster c: the policy's own, rejecting, and one change of where it would go.
 
     Args:
-        base: the base's action. routed: that of its router alone, 0 where nothing can be chosen.
+        own: the policy's action. routed: the same if it must not reject, 0 where nothing can be chosen.
     """
     if routed == 0:
-        return [base]
+        return [own]
     decodes = int(observation.decode.shape[1])
     pair, source = divmod(routed - 1, SOURCES)
     prefill, decode = divmod(pair, decodes)
@@ -126,7 +135,7 @@ def candidates(observation: Observation, c: int, base: int, routed: int, rng: np
     def action(prefill: int, decode: int, source: int) -> int:
         return 1 + (prefill * decodes + decode) * SOURCES + source
 
-    found = [base, 0, routed]
+    found = [own, 0, routed]
     found += [action(prefill, decode, s) for s in range(SOURCES) if s != source and masks[prefill, s]]
     found += [action(p, decode, int(ttft_s[p].argmin())) for p in others(ttft_s.min(1), prefill)]
     found += [action(prefill, d, source) for d in others(tbt_s, decode)]
@@ -137,34 +146,28 @@ class Branching:
     """Replays windows of a workload under a policy, and branches at some of the requests.
 
     Args:
-        base: the policy that decides in the branches. window: requests per window. horizon: requests per branch.
-        workers: threads, each with a scratch cluster of its own.
+        window: requests per window. horizon: requests per branch. workers: threads, each with a scratch cluster.
     """
 
-    def __init__(
-        self, spec: ClusterSpec, workload: Workload, base: str, window: int, horizon: int, workers: int
-    ) -> None:
+    def __init__(self, spec: ClusterSpec, workload: Workload, window: int, horizon: int, workers: int) -> None:
         self.trace, self.load = workload.train, workload.load
         self.window, self.horizon = min(window, self.trace.n_requests), horizon
         self.simulator = Simulator.with_room(spec, self.trace, clusters=CLUSTERS + workers, requests=self.window)
-        self.base = _compiled(base)
-        self.router = _compiled(f"{base.partition('+')[0]}+none")
-        self.bases = [_compiled(base) for _ in range(workers)]  # by worker: each keeps what its router remembers
+        self.workers = workers
 
     def gather(
-        self, policy: Policy, rng: np.random.Generator, threads: ThreadPoolExecutor, stopped: Callable[[], bool]
+        self, scorer: SetScorer, rng: np.random.Generator, threads: ThreadPoolExecutor, stopped: Callable[[], bool]
     ) -> Branches | None:
-        """The branches of one batch of windows, in which `policy` decides; None when it was stopped."""
+        """The branches of one batch of windows under a scorer, in the branches too; None when it was stopped."""
         simulator = self.simulator
         observation = Observation(*(table[:CLUSTERS] for table in simulator.observation_tables))
-        for decider in (policy, self.base, self.router):
-            decider.reset(CLUSTERS, int(rng.integers(2**31)))
-        for base in self.bases:
-            base.reset(1, 0)
+        policy, router = (compiled_policy(scorer, "", RECHECK, rejects=rejects) for rejects in (True, False))
+        for decider in (policy, router):
+            decider.reset(CLUSTERS, 0)
         for c in range(CLUSTERS):
             first = int(rng.integers(self.trace.n_requests - self.window + 1))
             speed = float(np.exp(rng.uniform(*np.log(self.load))))
-            simulator.load(c, self.trace, first, first + self.window, speed=speed, recheck=self.base.recheck)
+            simulator.load(c, self.trace, first, first + self.window, speed=speed, recheck=RECHECK)
             simulator.observe(c)
         actions, done = np.zeros(simulator.clusters, np.int64), np.zeros(simulator.clusters, np.bool_)
         pieces = []
@@ -173,15 +176,20 @@ class Branching:
                 return None
             chosen = np.flatnonzero(rng.random(CLUSTERS) < 1 / BRANCHED)
             if len(chosen):
-                of_base, routed = self.base.decide(observation), self.router.decide(observation)
-                tried = [candidates(observation, int(c), int(of_base[c]), int(routed[c]), rng) for c in chosen]
-                pieces.append(self._branch(observation, chosen, tried, threads))
+                own, routed = policy.decide(observation), router.decide(observation)
+                tried = [candidates(observation, int(c), int(own[c]), int(routed[c]), rng) for c in chosen]
+                pieces.append(self._branch(policy, observation, chosen, tried, threads))
             actions[:CLUSTERS] = policy.decide(observation)
             simulator.step(actions, done, 0, CLUSTERS)
         return joined(pieces)
 
     def _branch(
-        self, observation: Observation, clusters: NDArray[np.int64], tried: list[list[int]], threads: ThreadPoolExecutor
+        self,
+        policy: CompiledPolicy,
+        observation: Observation,
+        clusters: NDArray[np.int64],
+        tried: list[list[int]],
+        threads: ThreadPoolExecutor,
     ) -> Branches:
         actions = np.full((len(clusters), CANDIDATES), -1, np.int64)
         good = np.zeros((len(clusters), CANDIDATES), np.float32)
@@ -189,13 +197,13 @@ class Branching:
             row[: len(found)] = found
 
         def work(worker: int) -> None:
-            for i in range(worker, len(clusters), len(self.bases)):
+            for i in range(worker, len(clusters), self.workers):
                 count, scratch = len(tried[i]), CLUSTERS + worker
-                good[i, :count] = self.bases[worker].branch(
+                good[i, :count] = policy.branch(
                     self.simulator, int(clusters[i]), scratch, actions[i, :count], horizon=self.horizon
                 )
 
-        list(threads.map(work, range(len(self.bases))))
+        list(threads.map(work, range(self.workers)))
         seen = Observation(*(table[clusters] for table in observation))
         return Branches(**float32_tables(seen), masks=action_masks(seen), actions=actions, good=good)
 
@@ -204,29 +212,6 @@ def joined(pieces: Sequence[Branches]) -> Branches:
     """All of some branches."""
     columns: Any = (np.concatenate(columns) for columns in zip(*pieces, strict=True))
     return Branches(*columns)
-
-
-def _compiled(name: str) -> CompiledPolicy:
-    policy = make_policy(name)
-    assert isinstance(policy, CompiledPolicy)
-    return policy
-
-
-def gate_of(base: str) -> tuple[float, float, float]:
-    """The thresholds of a base policy, for the prior of a scorer.
-
-    Raises:
-        PolicyError: it is no heuristic that the prior can be.
-    """
-    policy = make_policy(base)
-    router, _, admission = base.partition("+")
-    names = (router.partition(":")[0], admission.partition(":")[0])
-    if not isinstance(policy, CompiledPolicy) or names != ("conductor", "priced"):
-        raise PolicyError(f"--base {base}: expected conductor:...+priced:..., which the prior of the network is")
-    if policy.router_values.tolist() != [1.0, 1.0]:
-        raise PolicyError(f"--base {base}: expected conductor:threshold=1,min_over_both=1, which the prior always is")
-    ttft, tbt, price = policy.admission_values.tolist()
-    return ttft, tbt, price
 
 
 def loss_of(scorer: SetScorer, batch: Branches) -> tuple[torch.Tensor, torch.Tensor]:
@@ -280,8 +265,10 @@ class Run:
     """One training: its folder, its workloads, and what has been found so far."""
 
     def __init__(self, options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload]) -> None:
+        if options.base.partition("+")[0].partition(":")[0] != "prior":
+            raise PolicyError(f"--base {options.base}: expected prior[:option=value,...], which the network adds to")
+        make_policy(options.base)
         self.options, self.folder, self.spec, self.workloads = options, folder, spec, workloads
-        self.gate = gate_of(options.base)
         self.metrics: dict[str, Any] = {"steps": 0, "validation": []}
         self.stops = 0
         self.branches = 0
@@ -295,13 +282,38 @@ class Run:
     def stopped(self) -> bool:
         return self.stops > 0
 
-    def new_scorer(self) -> SetScorer:
+    def find_prior(self) -> str | None:
+        """The prior with the options that do best on validation of those CMA-ES finds; None when it was stopped."""
+        options = self.options
+        traces, loads = [w.trace for w in self.workloads], [w.load for w in self.workloads]
+        trials = Trials(self.spec, traces, loads, self.workloads[0].part, options.episode_requests)
+        search = Search(Space(options.base), options.seed, options.population)
+        best, score = options.base, float(trials.goodput([options.base], trials.validation())[0])
+        with Progress(options.generations, 0) as progress:
+            for generation in range(1, options.generations + 1):
+                if self.stopped():
+                    return None
+                found, goodput = evolve(search, trials, options.windows, options.seed, generation)
+                if generation % VALIDATE_EVERY == 0 or generation == options.generations:
+                    judged = finalists(search, found, goodput)
+                    scores = trials.goodput(judged, trials.validation())
+                    if scores.max() > score:
+                        best, score = judged[int(scores.argmax())], float(scores.max())
+                progress.show(generation, f"prior: goodput {goodput.mean():.3f}  validation {score:.4f}")
+        return best
+
+    def new_scorer(self, prior: str) -> SetScorer:
+        """Untrained: decides as the prior."""
+        policy = make_policy(prior)
+        assert isinstance(policy, CompiledPolicy)
+        torch.manual_seed(self.options.seed)
         scorer = SetScorer(self.options.hidden, anchored=True)
-        scorer.gate.copy_(torch.tensor(self.gate))
+        scorer.gate.copy_(torch.from_numpy(policy.router_values))
         return scorer.eval()
 
-    def goodputs(self, policy: Policy) -> dict[str, list[float]]:
+    def goodputs(self, scorer: SetScorer) -> dict[str, list[float]]:
         """On the validation part of each trace, at each of some loads."""
+        policy = compiled_policy(scorer, "present", RECHECK)
         return {
             workload.trace.name: goodput(
                 policy, self.spec, workload.validation, workload.loads(LOADS), self.options.eval_requests
@@ -311,19 +323,21 @@ class Run:
 
     def choose_margin(self, scorer: SetScorer, base: dict[str, list[float]]) -> tuple[float, dict[str, list[float]]]:
         """The margin with the best mean goodput on validation of those that make no part of it much worse."""
-        best: tuple[bool, float] = (False, -1.0)
-        chosen = (0.0, base)
+        found = {}
         for margin in MARGINS:
             scorer.margin.fill_(margin)
-            found = self.goodputs(compiled_policy(scorer, "present", self.spec.decode_recheck))
-            worst = min(a - b for name in base for a, b in zip(found[name], base[name], strict=True))
-            rank = (worst >= -MOST_WORSE, _mean(found))
-            if rank > best:
-                best, chosen = rank, (margin, found)
-        scorer.margin.fill_(chosen[0])
-        return chosen
+            found[margin] = self.goodputs(scorer)
 
-    def note(self, states: int, found: dict[str, list[float]], **more: float) -> float:
+        def rank(margin: float) -> tuple[bool, float]:
+            here = found[margin]
+            worst = min(a - b for name in base for a, b in zip(here[name], base[name], strict=True))
+            return worst >= -MOST_WORSE, _mean(here)
+
+        best = max(MARGINS, key=rank)
+        scorer.margin.fill_(best)
+        return best, found[best]
+
+    def note(self, states: int, found: dict[str, list[float]], **more: Any) -> float:
         """Add to the validation history; the mean goodput."""
         score = _mean(found)
         self.metrics["validation"].append({"steps": states, "goodput": score, "by_trace": found, **more})
@@ -341,11 +355,11 @@ def _mean(found: dict[str, list[float]]) -> float:
 def train(options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload], resume: bool) -> bool:
     """Train into a run folder that has its config.yaml; False when a signal stopped it.
 
-    Whole batches of branches are kept in checkpoints/ until the end, so that a resumed run gathers the others only and
-    ends with the same weights.
+    The prior found and whole batches of branches are kept in checkpoints/ until the end, so that a resumed run does the
+    rest only and ends with the same weights.
 
     Raises:
-        PolicyError: a base that the network's prior cannot be.
+        PolicyError: a base that is not the network's prior.
     """
     torch.set_num_threads(1)  # the second core branches, or is somebody else's
     run = Run(options, folder, spec, workloads)
@@ -372,25 +386,27 @@ def _rounds(run: Run) -> bool:
     from torch.utils.tensorboard import SummaryWriter
 
     options, folder = run.options, run.folder
-    base_policy = make_policy(options.base)
-    base = run.goodputs(base_policy)
-    best = run.note(0, base)
+    kept = folder / "checkpoints" / "prior.txt"
+    prior = kept.read_text().strip() if kept.is_file() else run.find_prior()
+    if prior is None:
+        return False
+    write_atomically(kept, prior + "\n")
+    scorer = run.new_scorer(prior)
+    scorer.margin.fill_(max(MARGINS))
+    base = run.goodputs(scorer)
+    best = run.note(0, base, prior=prior)
     run.metrics["best"] = {"steps": 0, "goodput": best}
-    scorer = run.new_scorer()
-    scorer.margin.fill_(1.0)
     save_weights(folder / "best.zip", scorer)
     workers = os.cpu_count() or 1
-    policy: Policy = base_policy
     gathered: list[Branches] = []
-    total = options.rounds * options.states
-    window = options.episode_requests
+    states, total = 0, options.rounds * options.states
     with (
         ThreadPoolExecutor(workers) as threads,
         SummaryWriter(str(folder / "tensorboard")) as board,
         Progress(total, 0) as progress,
     ):
-        branchings = [Branching(run.spec, w, options.base, window, options.horizon, workers) for w in run.workloads]
-        states = 0
+        window, horizon = options.episode_requests, options.horizon
+        branchings = [Branching(run.spec, workload, window, horizon, workers) for workload in run.workloads]
         for number in range(options.rounds):
             while states < (number + 1) * options.states:
                 batch = len(gathered)
@@ -399,7 +415,7 @@ def _rounds(run: Run) -> bool:
                 if branches is None:
                     cpu = time.process_time()
                     rng = np.random.default_rng([options.seed, batch])
-                    branches = branchings[batch % len(branchings)].gather(policy, rng, threads, run.stopped)
+                    branches = branchings[batch % len(branchings)].gather(scorer, rng, threads, run.stopped)
                     if branches is None:
                         return False
                     run.branch_s += time.process_time() - cpu
@@ -409,8 +425,7 @@ def _rounds(run: Run) -> bool:
                 states += len(branches.good)
                 speed = f"{run.branches / run.branch_s:,.0f} branches per CPU second" if run.branches else "kept"
                 progress.show(min(states, total), f"round {number + 1}: {speed}")
-            torch.manual_seed(options.seed)
-            scorer = run.new_scorer()
+            scorer = run.new_scorer(prior)
             rng = np.random.default_rng([options.seed, number])
             explained = fit(scorer, joined(gathered), options.fit_epochs, options.fit_lr, rng, run.stopped)
             if run.stopped():
@@ -426,7 +441,6 @@ def _rounds(run: Run) -> bool:
             board.add_scalar("fit/explained_variance", explained, states)
             run.write()
             progress.show(min(states, total), f"round {number + 1}: goodput {_mean(base):.4f} -> {score:.4f}")
-            policy = compiled_policy(scorer, f"round {number + 1}", run.spec.decode_recheck)
     save_weights(folder / "final.zip", scorer)
     return True
 

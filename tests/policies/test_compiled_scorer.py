@@ -13,8 +13,8 @@ from envs.simulator import Simulator, empty_observation
 from envs.spec import load_cluster
 from envs.state import Observation
 from policies import compiled_scorer, networks
-from policies.compiled_scorer import compiled_policy
 from policies.networks import SetScorer
+from policies.registry import compiled_policy
 from policies.run_folder import TABLES, NetworkPolicy, action_masks, float32_tables
 
 
@@ -23,7 +23,7 @@ def scorer_like_trained(hidden: int, anchored: bool, seed: int, scale: float = 0
     scorer = SetScorer(hidden, anchored)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter, std=scale)
-    scorer.gate.copy_(torch.tensor([0.9, 0.85, 0.1]))
+    scorer.gate.copy_(torch.tensor([0.9, 0.85, 0.1, 0.2, 0.03]))
     scorer.margin.fill_(0.4)
     return scorer.eval()
 

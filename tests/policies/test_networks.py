@@ -14,7 +14,7 @@ from envs.kernel.replay import LARGEST
 from envs.simulator import Simulator
 from envs.spec import load_cluster
 from policies import make_policy
-from policies.networks import MASKED, SetPolicy, SetScorer
+from policies.networks import MASKED, Gate, SetPolicy, SetScorer
 from policies.run_folder import NetworkPolicy
 
 TABLES = {"request": (5,), "prefill": (13,), "decode": (10,), "cluster": (7,)}
@@ -156,12 +156,13 @@ def test_sampling_and_evaluating_agree() -> None:
 @pytest.mark.parametrize(
     ("heuristic", "gate"),
     [
-        ("conductor:threshold=1,min_over_both=1", (1.0, 1.0, 0.0)),
-        ("conductor:threshold=1,min_over_both=1+priced:ttft=0.8,tbt=0.9,price=0.06", (0.8, 0.9, 0.06)),
+        ("conductor:threshold=1,min_over_both=1", Gate()),
+        ("conductor:threshold=1,min_over_both=1+priced:ttft=0.8,tbt=0.9,price=0.06", Gate(0.8, 0.9, 0.06)),
+        ("prior:ttft=0.2,tbt=0.95,price=0.1,slack=0.3,affinity=0.05", Gate(0.2, 0.95, 0.1, 0.3, 0.05)),
     ],
 )
 def test_untrained_policy_is_the_heuristic_of_its_gate(
-    cluster: str, anchored: bool, heuristic: str, gate: tuple[float, float, float]
+    cluster: str, anchored: bool, heuristic: str, gate: Gate
 ) -> None:
     trace = traces.load("builtin:conversation").rows(0, 1200)
     simulator = Simulator.for_trace(load_cluster(cluster), trace)

@@ -23,7 +23,7 @@ from policies import make_policy
 from policies.networks import SetScorer
 from policies.registry import CompiledPolicy
 from policies.trainers import rollout
-from policies.trainers.rollout import Branches, Branching, candidates, fit, gate_of, loss_of, read_branches
+from policies.trainers.rollout import Branches, Branching, candidates, fit, loss_of, read_branches
 from policies.trainers.workload import Workload
 from train import main
 
@@ -32,6 +32,7 @@ BASE = "conductor:threshold=1,min_over_both=1+priced"
 SMALL = [
     *("--algo=rollout", "--trace=builtin:conversation", "--cluster=2p2d", "--capacity=0.9,2", "--states=300"),
     *("--horizon=40", "--hidden=8", "--fit-epochs=3", "--episode-requests=150", "--eval-requests=700"),
+    *("--generations=2", "--windows=2"),
 ]
 
 
@@ -113,11 +114,10 @@ def test_candidates_are_valid_distinct_and_hold_what_matters(workload: Workload)
     assert most >= 2 + 2 * rollout.OTHERS
 
 
-def test_the_base_must_be_what_the_prior_can_be() -> None:
-    assert gate_of(BASE + ":ttft=0.9,tbt=0.8,price=0.1") == (0.9, 0.8, 0.1)
-    for base in ("cache_aware+priced", "conductor", "conductor+priced", "conductor:threshold=2,min_over_both=1+priced"):
-        with pytest.raises(rollout.PolicyError, match="expected conductor:"):
-            gate_of(base)
+def test_the_base_must_be_the_prior(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--base=conductor+priced", "--out", str(tmp_path / "run")])
+    assert "expected prior[:option=value,...]" in capsys.readouterr().err
 
 
 def planted(count: int, rng: np.random.Generator) -> Branches:
@@ -163,10 +163,10 @@ def test_gathering_is_reproducible(workload: Workload) -> None:
 
     spec, found = load_cluster("2p2d"), []
     for workers in (1, 2):
-        branching = Branching(spec, workload, BASE, 60, 30, workers)
+        branching = Branching(spec, workload, 60, 30, workers)
         with ThreadPoolExecutor(workers) as threads:
             rng = np.random.default_rng(4)
-            found.append(branching.gather(make_policy(BASE), rng, threads, lambda: False))
+            found.append(branching.gather(SetScorer(8, anchored=True), rng, threads, lambda: False))
     assert found[0] is not None and found[1] is not None and len(found[0].good) > 10
     for a, b in zip(*found, strict=True):
         np.testing.assert_array_equal(a, b)
