@@ -4,8 +4,8 @@
    training part.
 1. Clusters replay windows under the policy so far. At some requests every candidate decision (reject, other prefill
    instances and sources, other decode instances) is tried in a copy of the cluster: the same requests arrive, the
-   policy decides about the next `horizon`, and what is counted is how many become good (`Simulator.branch`). All else being
-   equal, the differences are what the decision is worth: in good requests, the leaderboard's own unit.
+   policy decides about the next `horizon`, and what is counted is how many become good (`Simulator.branch`). All else
+   being equal, the differences are what the decision is worth: in good requests, the leaderboard's own unit.
 2. A set scorer is fitted to these differences.
 3. It decides as the prior does, unless another decision is worth more by a margin. The margin is chosen on the
    validation part. Then the next round, from 1.
