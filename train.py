@@ -26,8 +26,12 @@ examples:
   python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
+  python train.py --algo rllib --ray auto --env-runners 16     clusters stepped all over a Ray cluster
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
   tensorboard --logdir runs
+
+on a Ray cluster (--ray): every node needs this project at the same version, as a wheel or as a checkout
+in the same place, with conductor-gym[rllib]. Only this machine needs the trace, if it is a file.
 
 files: config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (on validation), final.zip
 
@@ -38,7 +42,7 @@ exit codes: 0 done, 2 bad input, 130 stopped by Ctrl-C (saved, can be resumed)
 @dataclass(frozen=True)
 class Options:
     algo: str = "ppo"
-    """How to train: ppo (MaskablePPO with a set scorer)."""
+    """How to train: ppo (MaskablePPO with a set scorer) or rllib (RLlib's PPO, same network, also on a Ray cluster)."""
     trace: str = "builtin:conversation"
     """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic."""
     cluster: str = "8p8d"
@@ -91,6 +95,10 @@ class Options:
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
     hidden: int = 48
     """Hidden units of the network."""
+    ray: str = ""
+    """rllib: a Ray cluster (auto, HOST:PORT or ray://HOST:PORT); default: one made for the run, on this machine."""
+    env_runners: int = 0
+    """rllib: processes that step clusters, --envs in each; 0: the trainer's own."""
 
 
 # Errors that are the user's to mend, by name: importing their classes would import the simulator.
@@ -192,7 +200,7 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
             )
-    for name in ("ent", "target_kl", "seed"):
+    for name in ("ent", "target_kl", "seed", "env_runners"):
         if not 0 <= getattr(options, name) < 2**32:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
@@ -294,7 +302,9 @@ def write_config(options: Options, folder: Path, spec: Any, trace: Any) -> None:
             "decode": spec.n_decode,
         },
         "versions": {
-            name: version(name) for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy")
+            name: version(name)
+            for name in ("torch", "stable-baselines3", "sb3-contrib", "numpy", "ray")
+            if name != "ray" or options.algo == "rllib"
         },
     }
     run_folder.write_atomically(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False))
@@ -314,7 +324,19 @@ def train_ppo(*arguments: Any) -> bool:
     return ppo.train(*arguments)
 
 
-ALGORITHMS: dict[str, Callable[..., bool]] = {"ppo": train_ppo}
+def train_rllib(*arguments: Any) -> bool:
+    for package in ("ray", "tree"):  # the second comes with ray[rllib] only
+        if not installed(package):
+            raise UsageError(
+                f"training with rllib needs {package}, which is not installed: "
+                "pip install 'conductor-gym[rllib]'"
+            )
+    from policies.trainers import rllib
+
+    return rllib.train(*arguments)
+
+
+ALGORITHMS: dict[str, Callable[..., bool]] = {"ppo": train_ppo, "rllib": train_rllib}
 
 
 def run(options: Options, leaderboard: bool) -> int:

@@ -8,9 +8,9 @@
         best.zip         best on the validation part so far
         final.zip        at the end of the training
 
-A `.zip` is what Stable-Baselines3 saves. Deciding needs only the weights in it, and neither SB3's
-pickles nor its spaces, so that one file serves any pool size. The network's definition does need
-the training packages to be installed.
+A `.zip` is what Stable-Baselines3 saves, or `save_weights` for a trainer that does not use it.
+Deciding needs only the weights in it, and neither SB3's pickles nor its spaces, so that one file
+serves any pool size. The network's definition does need the training packages to be installed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import hashlib
 import json
 import sys
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -49,6 +50,16 @@ TABLES = {
     "decode": DECODE_FEATURES,
     "cluster": CLUSTER_FEATURES,
 }
+# What reading a damaged file, or one of something else, raises.
+UNREADABLE = (
+    OSError,
+    zipfile.BadZipFile,
+    KeyError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    UnpicklingError,
+)
 
 
 def observation_schema() -> dict[str, Any]:
@@ -184,8 +195,45 @@ class NetworkPolicy:
         return actions
 
 
+def save_weights(file: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+    """Save what `load_weights` and `load_training` read, so that a reader never sees half of it.
+
+    Args:
+        weights: tensors by name; the scorer's are `scorer.NAME`, others are the trainer's own.
+        training: what the trainer needs to go on: numbers, tensors, and mappings and lists of them.
+    """
+    import torch
+
+    unfinished = file.with_name(file.name + ".unfinished")
+    with zipfile.ZipFile(unfinished, "w") as archive:
+        for name, content in (("policy.pth", weights), ("training.pth", training)):
+            with archive.open(name, "w") as entry:
+                torch.save(dict(content), entry)
+    unfinished.replace(file)
+
+
+def load_training(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights and the rest that `save_weights` saved.
+
+    Raises:
+        PolicyError: the file is damaged or another trainer's.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            weights, training = (
+                torch.load(archive.open(name), map_location="cpu", weights_only=True)
+                for name in ("policy.pth", "training.pth")
+            )
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise PolicyError(f"{file}: cannot go on from it: {reason}") from None
+    return weights, training
+
+
 def load_weights(file: Path, hidden: int) -> SetScorer:
-    """The scorer in a file saved by MaskablePPO.
+    """The scorer in a file saved by MaskablePPO or `save_weights`.
 
     Raises:
         PolicyError: no such file, damaged, or weights of another network.
@@ -208,15 +256,7 @@ def load_weights(file: Path, hidden: int) -> SetScorer:
         )
     except FileNotFoundError:
         raise PolicyError(f"{file}: no such file") from None
-    except (
-        OSError,
-        zipfile.BadZipFile,
-        KeyError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        UnpicklingError,
-    ) as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise PolicyError(
             f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}"
