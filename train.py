@@ -31,7 +31,8 @@ examples:
   tensorboard --logdir runs
 
 on a Ray cluster (--ray): every node needs this project at the same version, as a wheel or as a checkout
-in the same place, with conductor-gym[rllib]. Only this machine needs the trace, if it is a file.
+in the same place, with conductor-gym[rllib]; only this machine needs the trace and the cluster file.
+Where the cluster has tokens, Ray wants RAY_AUTH_MODE=token here and the token where it looks for it.
 
 files: config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (on validation), final.zip
 

@@ -8,7 +8,6 @@ through Ray; what every node must have is this code, at the same version.
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import shutil
@@ -261,10 +260,14 @@ def _join(address: str, runners: int, quiet: Mapping[str, Any]) -> None:
     where = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
     if where:
         _knock(where)
+    ray_constants.NUM_REDIS_GET_RETRIES = 5  # of a second each: somebody does listen
     try:
         ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        raise PolicyError(f"--ray {address}: {' '.join(str(error).split())}") from None
+        reason = " ".join(str(error).split())
+        raise PolicyError(
+            f"--ray {address}: {reason} (a cluster with tokens needs RAY_AUTH_MODE=token)"
+        ) from None
     cpus = int(ray.cluster_resources().get("CPU", 0))
     if cpus < runners:
         print(f"waiting for {runners} CPUs: the Ray cluster has {cpus}", file=sys.stderr)
@@ -401,14 +404,13 @@ def _algorithm(
     options: Options, spec: ClusterSpec, trace: Trace, load: tuple[float, float], done: int
 ) -> Algorithm:
     """RLlib's PPO with the present options, after `done` steps."""
-    stored = ray.put(trace)
+    part = trace if options.part == "all" else getattr(trace.split(), options.part)
     episodes = Episodes(requests=options.episode_requests, load=load)
 
     def make(settings: Mapping[str, Any]) -> RequestStreams:
-        whole = copy.deepcopy(ray.get(stored))  # arrays in Ray's store cannot be written
-        return RequestStreams(settings["num_envs"], spec, whole, options.part, episodes)
+        return RequestStreams(settings["num_envs"], spec, part, "all", episodes)
 
-    register_env(ENVIRONMENT, make)
+    register_env(ENVIRONMENT, make)  # pickled with all that `make` refers to: runners need no file
     clusters = options.envs * max(1, options.env_runners)
     rollout = max(2, min(options.n_steps, -(-(options.steps - done) // clusters)))
     rate = options.lr * (0.05 + 0.95 * (1.0 - done / options.steps))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -344,6 +346,8 @@ def cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str]]:
     env = os.environ | {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # listens on loopback only
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ADDRESS": "",
     }
     temporary = Path("/tmp") / f"ray-{os.getpid()}-{port}"  # sockets need a short path
@@ -362,7 +366,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str]]:
     )
     try:
         deadline_s = time.monotonic() + 120
-        while "--address=" not in (tmp_path / "head.log").read_text():
+        while "Ray runtime started" not in (tmp_path / "head.log").read_text():
             assert head.poll() is None, (tmp_path / "head.log").read_text()
             assert time.monotonic() < deadline_s
             time.sleep(0.2)
@@ -370,6 +374,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str]]:
     finally:
         head.send_signal(signal.SIGTERM)  # ends what it started, and no other Ray
         head.wait(60)
+        shutil.rmtree(temporary)
 
 
 def train_on(address: str, env: dict[str, str], out: Path) -> None:
