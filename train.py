@@ -326,12 +326,6 @@ def train_ppo(*arguments: Any) -> bool:
 
 
 def train_rllib(*arguments: Any) -> bool:
-    for package in ("ray", "tree"):  # the second comes with ray[rllib] only
-        if not installed(package):
-            raise UsageError(
-                f"training with rllib needs {package}, which is not installed: "
-                "pip install 'conductor-gym[rllib]'"
-            )
     from policies.trainers import rllib
 
     return rllib.train(*arguments)
@@ -351,6 +345,12 @@ def run(options: Options, leaderboard: bool) -> int:
             raise UsageError(
                 f"training needs {package}, which is not installed: "
                 "pip install 'conductor-gym[train]'"
+            )
+    for package in ("ray", "tree"):  # the second comes with ray[rllib] only
+        if options.algo == "rllib" and not installed(package):
+            raise UsageError(
+                f"training with rllib needs {package}, which is not installed: "
+                "pip install 'conductor-gym[rllib]'"
             )
     from envs.spec import load_cluster
     from traces import load as load_trace

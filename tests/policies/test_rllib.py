@@ -310,6 +310,24 @@ def test_ctrl_c_leaves_a_run_that_resumes(tmp_path: Path) -> None:
     assert load_training(out / "checkpoints" / f"steps_{steps:012d}.zip")[1]["steps"] == steps
 
 
+def test_missing_ray_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['ray'] = None\n")
+    shown = subprocess.run(
+        [sys.executable, "train.py", *SMALL, "--out", str(tmp_path / "run")],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert shown.returncode == 2
+    assert shown.stderr == (
+        "train.py: error: training with rllib needs ray, which is not installed: "
+        "pip install 'conductor-gym[rllib]'\n"
+    )
+    assert not (tmp_path / "run").exists()
+
+
 # --- a Ray cluster -----------------------------------------------------------------------------
 
 
