@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -368,7 +369,9 @@ def cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ADDRESS": "",
     }
-    temporary = Path("/tmp") / f"ray-{os.getpid()}-{port}"  # sockets need a short path
+    temporary = (
+        Path(tempfile.gettempdir()) / f"ray-{os.getpid()}-{port}"
+    )  # sockets need a short path
     head = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),
