@@ -28,11 +28,16 @@ examples:
   python train.py --algo cma --base conductor+priced --out runs/tuned    a minute, no torch
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
+  python train.py --algo rllib --ray auto --env-runners 16     clusters stepped all over a Ray cluster
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
   tensorboard --logdir runs
 
 algorithms (--algo):
 {algorithms}
+
+on a Ray cluster (--ray): every node needs this project at the same version, as a wheel or as a checkout
+in the same place, with conductor-gym[rllib]; only this machine needs the trace and the cluster file.
+Where the cluster has tokens, Ray wants RAY_AUTH_MODE=token here and the token where it looks for it.
 
 files: config.yaml, metrics.json, tensorboard/, checkpoints/, best.zip (on validation), final.zip
 
@@ -117,6 +122,10 @@ class Options:
     """rollout: passes over all that was tried."""
     fit_lr: float = 2e-3
     """rollout: highest learning rate of these."""
+    ray: str = ""
+    """rllib: a Ray cluster (auto, HOST:PORT or ray://HOST:PORT); default: one made for the run, on this machine."""
+    env_runners: int = 0
+    """rllib: processes that step clusters, --envs in each; 0: the trainer's own."""
 
 
 class Algorithm(NamedTuple):
@@ -135,6 +144,11 @@ ALGORITHMS = {
     "ppo": Algorithm(
         "MaskablePPO of sb3-contrib with the set scorer",
         ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"),
+    ),
+    "rllib": Algorithm(
+        "RLlib's PPO with the same network, on this machine or a Ray cluster",
+        ("torch", "sb3_contrib", "tensorboard", "ray", "tree"),  # the last comes with ray[rllib] only
+        extra="train,rllib",
     ),
     "rollout": Algorithm(
         "try out every decision at visited states, fit a set scorer to what became of them",
@@ -245,7 +259,7 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
             )
-    for name in ("ent", "target_kl", "seed"):
+    for name in ("ent", "target_kl", "seed", "env_runners"):
         if not 0 <= getattr(options, name) < 2**32:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
@@ -356,7 +370,7 @@ def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]
         },
         "versions": {
             name: version(name)
-            for name in ("torch", "stable-baselines3", "sb3-contrib", "cma", "numpy")
+            for name in ("torch", "stable-baselines3", "sb3-contrib", "cma", "ray", "numpy")
             if installed(name.replace("-", "_"))
         },
     }

@@ -8,10 +8,10 @@
         best.zip         best on the validation part so far
         final.zip        at the end of the training
 
-A `.zip` is what Stable-Baselines3 saves; trainers of other kinds write the same with the weights
-alone (`save_weights`). Deciding needs only these, and neither SB3's pickles nor its spaces, so that
-one file serves any pool size. The network's definition does need the training packages to be
-installed. What has no network (`train.py --algo cma`) has the name of a policy in config.yaml.
+A `.zip` is what Stable-Baselines3 saves, or `save_weights` for a trainer that does not use it.
+Deciding needs only the weights in it, and neither SB3's pickles nor its spaces, so that one file
+serves any pool size. The network's definition does need the training packages to be installed.
+What has no network (`train.py --algo cma`) has the name of a policy in config.yaml.
 """
 
 from __future__ import annotations
@@ -52,6 +52,16 @@ TABLES = {
     "decode": DECODE_FEATURES,
     "cluster": CLUSTER_FEATURES,
 }
+# What reading a damaged file, or one of something else, raises.
+UNREADABLE = (
+    OSError,
+    zipfile.BadZipFile,
+    KeyError,
+    RuntimeError,
+    ValueError,
+    EOFError,
+    UnpicklingError,
+)
 
 
 def observation_schema() -> dict[str, Any]:
@@ -197,14 +207,46 @@ class NetworkPolicy:
         return actions
 
 
-def save_weights(file: Path, scorer: SetScorer) -> None:
-    """Write a scorer as `load_weights` reads it, so that a reader never sees half of it."""
+def weights_of(scorer: SetScorer) -> dict[str, Any]:
+    """A scorer's weights by their names in a file."""
+    return {f"{WEIGHTS}{name}": value for name, value in scorer.state_dict().items()}
+
+
+def save_weights(file: Path, weights: Mapping[str, Any], training: Mapping[str, Any]) -> None:
+    """Save what `load_weights` and `load_training` read, so that a reader never sees half of it.
+
+    Args:
+        weights: tensors by name; the scorer's are `scorer.NAME`, others are the trainer's own.
+        training: what the trainer needs to go on: numbers, tensors, and mappings and lists of them.
+    """
     import torch
 
     unfinished = file.with_name(file.name + ".unfinished")
-    with zipfile.ZipFile(unfinished, "w") as archive, archive.open("policy.pth", "w") as weights:
-        torch.save({f"{WEIGHTS}{name}": value for name, value in scorer.state_dict().items()}, weights)
+    with zipfile.ZipFile(unfinished, "w") as archive:
+        for name, content in (("policy.pth", weights), ("training.pth", training)):
+            with archive.open(name, "w") as entry:
+                torch.save(dict(content), entry)
     unfinished.replace(file)
+
+
+def load_training(file: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The weights and the rest that `save_weights` saved.
+
+    Raises:
+        PolicyError: the file is damaged or another trainer's.
+    """
+    import torch
+
+    try:
+        with zipfile.ZipFile(file) as archive:
+            weights, training = (
+                torch.load(archive.open(name), map_location="cpu", weights_only=True)
+                for name in ("policy.pth", "training.pth")
+            )
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split())
+        raise PolicyError(f"{file}: cannot go on from it: {reason}") from None
+    return weights, training
 
 
 def load_weights(file: Path, network: Mapping[str, Any]) -> SetScorer:
@@ -234,15 +276,7 @@ def load_weights(file: Path, network: Mapping[str, Any]) -> SetScorer:
         )
     except FileNotFoundError:
         raise PolicyError(f"{file}: no such file") from None
-    except (
-        OSError,
-        zipfile.BadZipFile,
-        KeyError,
-        RuntimeError,
-        ValueError,
-        EOFError,
-        UnpicklingError,
-    ) as error:
+    except UNREADABLE as error:
         reason = " ".join(str(error).split())
         raise PolicyError(
             f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}"

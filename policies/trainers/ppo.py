@@ -240,7 +240,7 @@ def _model(options: Options, stream: RequestStream, from_file: Path | None) -> M
             device=device,
             custom_objects={**settings, "n_envs": stream.num_envs},
         )
-    except (ValueError, RuntimeError, KeyError, OSError) as error:
+    except (ValueError, RuntimeError, KeyError, OSError, AssertionError) as error:
         raise PolicyError(
             f"{from_file}: cannot go on from it: {' '.join(str(error).split())}"
         ) from None

@@ -41,6 +41,7 @@ from policies.run_folder import (
     checkpoint_file,
     float32_tables,
     save_weights,
+    weights_of,
     write_atomically,
 )
 from policies.trainers.progress import Progress
@@ -396,7 +397,7 @@ def _rounds(run: Run) -> bool:
     base = run.goodputs(scorer)
     best = run.note(0, base, prior=prior)
     run.metrics["best"] = {"steps": 0, "goodput": best}
-    save_weights(folder / "best.zip", scorer)
+    save_weights(folder / "best.zip", weights_of(scorer), {})
     workers = os.cpu_count() or 1
     gathered: list[Branches] = []
     states, total = 0, options.rounds * options.states
@@ -432,16 +433,16 @@ def _rounds(run: Run) -> bool:
                 return False
             margin, found = run.choose_margin(scorer, base)
             score = run.note(states, found, margin=margin, explained=explained)
-            save_weights(checkpoint_file(folder, states), scorer)
+            save_weights(checkpoint_file(folder, states), weights_of(scorer), {})
             if score > best:
                 best = score
                 run.metrics["best"] = {"steps": states, "goodput": score}
-                save_weights(folder / "best.zip", scorer)
+                save_weights(folder / "best.zip", weights_of(scorer), {})
             board.add_scalar("validation/goodput", score, states)
             board.add_scalar("fit/explained_variance", explained, states)
             run.write()
             progress.show(min(states, total), f"round {number + 1}: goodput {_mean(base):.4f} -> {score:.4f}")
-    save_weights(folder / "final.zip", scorer)
+    save_weights(folder / "final.zip", weights_of(scorer), {})
     return True
 
 
