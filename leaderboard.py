@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
-import yaml
 
 from envs import metrics
 from envs.bound import LANDING_S, most_good
@@ -36,7 +35,9 @@ from envs.state import Observation, Source
 from envs.suite import Suite, load_suite, suite_names
 from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
+from policies.clairvoyant import Clairvoyant
 from policies.run_folder import NetworkPolicy
+from policies.tuned import tuned
 from traces import Trace, TraceError
 from traces import load as load_trace
 from traces.released import PREFIX as RELEASED_PREFIX
@@ -213,6 +214,11 @@ class Contestant:
     def compiled(self) -> bool:
         return isinstance(self.policy, CompiledPolicy)
 
+    @property
+    def competes(self) -> bool:
+        """Whether it decides as a scheduler could."""
+        return not isinstance(self.policy, Clairvoyant)
+
     def replays(self, setting: Setting, runs: Sequence[tuple[float, int]]) -> list[Replay]:
         """One replay for each (load, seed)."""
         if self.compiled:
@@ -236,7 +242,7 @@ def replay_compiled(name: str, setting: Setting, load: float, seed: int) -> Repl
     assert isinstance(policy, CompiledPolicy)
     policy.reset(1, seed)
     if getattr(_own, "setting", None) is not setting:
-        _own.setting, _own.simulator = setting, setting.simulator()
+        _own.setting, _own.simulator = setting, setting.simulator(2)  # the clairvoyant tries out in the second
     simulator: Simulator = _own.simulator
     simulator.load(0, setting.part.traces[seed], speed=load, recheck=policy.recheck)
     policy.replay(simulator, 0)
@@ -600,13 +606,14 @@ def _first_against_best(
     contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods
 ) -> dict[str, Any] | None:
     """The first policy minus the best of the others over these cells."""
-    if len(contestants) < 2:
+    others = [contestant for contestant in contestants[1:] if contestant.competes]
+    if not others:
         return None
-    best = _ranked(contestants[1:], cells, goods)[0]
-    return _over_cells(contestants[0], best, cells, goods)
+    return _over_cells(contestants[0], _ranked(others, cells, goods)[0], cells, goods)
 
 
 def _winner(contestants: Sequence[Contestant], cells: Sequence[Cell], goods: Goods) -> str | None:
+    contestants = [contestant for contestant in contestants if contestant.competes]
     if len(contestants) < 2:
         return None
     first, second = _ranked(contestants, cells, goods)[:2]
@@ -617,6 +624,7 @@ def _compare_cell(contestants: Sequence[Contestant], cell: Cell, goods: Goods) -
     """The best policy minus the second (`paired`), and the first minus the best of the others (`first`)."""
     found: dict[str, Any] = {"cell": str(cell), "description": cell.description, "load": cell.load}
     found |= {"winner": None, "paired": None, "first": None}
+    contestants = [contestant for contestant in contestants if contestant.competes]
     if len(contestants) > 1:
         best, second = _ranked(contestants, [cell], goods)[:2]
         found["paired"] = _over_cells(best, second, [cell], goods)
@@ -942,18 +950,9 @@ def default_policies() -> list[str]:
     return ["conductor", *(f"conductor+{admission}" for admission in admissions), *others]
 
 
-TUNED = ROOT / "policies" / "tuned.yaml"
-"""The heuristics with options tuned, where that was done: `policies`, from plain to full names."""
-
-
 def suite_policies() -> list[str]:
-    """What a suite compares unless told: the learned policy, where there is one, and the heuristics as tuned."""
-    heuristics = list(yaml.safe_load(TUNED.read_text())["policies"].values()) if TUNED.is_file() else default_policies()
-    try:
-        make_policy("learned")
-    except PolicyError:
-        return heuristics
-    return ["learned", *heuristics]
+    """What a suite compares unless told: the learned policy, and the heuristics as tuned."""
+    return ["learned", *tuned().values()]
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,8 +2,8 @@
 
 A name is `router[:option=value,...][+admission[:option=value,...]]`: `conductor`, `cache_aware+early`,
 `conductor:threshold=3+predictive:threshold=0.95`. Without an admission, `conductor` checks both SLOs as Algorithm 1
-does, the other routers accept everything. Anything with a `decide` method is a policy as well: a run folder of
-`train.py`, a .onnx file exported from one, or `module:Class`.
+does, the other routers accept everything. Anything with a `decide` method is a policy as well: `learned`, which is
+shipped, a run folder of `train.py`, a .onnx file exported from one, or `module:Class`. `clairvoyant` knows the future.
 """
 
 from __future__ import annotations
@@ -181,6 +181,13 @@ ADMISSIONS: dict[str, Part] = {
 }
 
 
+LEARNED = Path(__file__).with_name("learned.onnx")
+"""The policy called `learned`: see docs/learning.md."""
+CLAIRVOYANT = (
+    "prior:ttft=0.18,tbt=0.96,price=0.1,slack=0.05,affinity=0.015",
+    "conductor:threshold=1,min_over_both=1+none",
+)
+"""The policy that the clairvoyant assumes to go on, and where that would have requests go that it rejects."""
 OWN_ADMISSION = {"conductor": "slo", "prior": "own"}
 """The admission of a router whose name says none; others accept everything."""
 
@@ -358,6 +365,14 @@ def make_policy(name: str) -> Policy:
             _part(ADMISSIONS, "admission", admission, admission_options),
             recheck=admission != "none",
         )
+    if name == "learned":
+        from .artifact import load_artifact
+
+        return load_artifact(LEARNED)
+    if name == "clairvoyant":
+        from .clairvoyant import Clairvoyant
+
+        return Clairvoyant(name, *map(make_policy, CLAIRVOYANT))  # type: ignore[arg-type]
     if Path(name).is_dir():
         from .run_folder import load_run
 
@@ -371,7 +386,8 @@ def make_policy(name: str) -> Policy:
         return _imported(name, module, attribute)
     raise PolicyError(
         f"no policy is called {name!r}: expected ROUTER[+ADMISSION] with a router of {', '.join(ROUTERS)} and an "
-        f"admission of {', '.join(ADMISSIONS)}; or a run folder of train.py; or a .onnx file; or module:Class"
+        f"admission of {', '.join(ADMISSIONS)}; or learned; or a run folder of train.py; or a .onnx file; or "
+        "module:Class"
     )
 
 

@@ -32,7 +32,8 @@ from numpy.typing import NDArray
 
 from envs.simulator import Simulator
 from envs.spec import ClusterSpec
-from envs.state import Observation, Source
+from envs.state import Observation
+from policies.clairvoyant import CANDIDATES, candidates
 from policies.networks import SetScorer
 from policies.policy import PolicyError
 from policies.registry import CompiledPolicy, compiled_policy, make_policy
@@ -52,8 +53,6 @@ from policies.tuning import Search, Space, Trials, evolve, finalists
 CLUSTERS = 16  # replayed side by side
 BRANCHED = 25  # one of as many requests is branched at
 HELD_OUT = 20  # one of as many branches is kept from the fit
-OTHERS = 4  # candidates of each pool beside the policy's choice: half the most promising, half drawn
-CANDIDATES = 2 + 2 * OTHERS + 2
 MOST_GAIN = 4.0  # good requests: what is beyond in a difference is luck of what follows
 MARGINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3)  # good requests
 MOST_WORSE = 0.005  # goodput that a margin may cost on some part of the validation
@@ -61,7 +60,6 @@ LOADS = 5  # of the validation, over the range trained on
 BATCH = 512
 RECHECK = True  # decode nodes check the TBT SLO again
 VALIDATE_EVERY = 5  # generations of the prior
-SOURCES = len(Source)
 
 
 class Options(Protocol):
@@ -110,37 +108,6 @@ class Branches(NamedTuple):
         """Some of the states."""
         columns: Any = (column[numbers] for column in self)
         return Branches(*columns)
-
-
-def candidates(observation: Observation, c: int, own: int, routed: int, rng: np.random.Generator) -> list[int]:
-    """Decisions worth trying for cluster c: the policy's own, rejecting, and one change of where it would go.
-
-    Args:
-        own: the policy's action. routed: the same if it must not reject, 0 where nothing can be chosen.
-    """
-    if routed == 0:
-        return [own]
-    decodes = int(observation.decode.shape[1])
-    pair, source = divmod(routed - 1, SOURCES)
-    prefill, decode = divmod(pair, decodes)
-    table, masks = observation.prefill[c], observation.prefill_mask[c]
-    ttft_s = np.stack([table["ttft_local_s"], table["ttft_fetch_s"], table["ttft_recompute_s"]], 1)
-    ttft_s = np.where(masks != 0, ttft_s, np.inf)
-    tbt_s = np.where(observation.decode_mask[c] != 0, observation.decode[c]["tbt_assigned_s"], np.inf)
-
-    def others(costs: NDArray[np.float64], but: int) -> list[int]:
-        ranked = [int(i) for i in np.argsort(costs, kind="stable") if i != but and np.isfinite(costs[i])]
-        rest = ranked[OTHERS // 2 :]
-        return ranked[: OTHERS // 2] + [int(i) for i in rng.permutation(rest)[: OTHERS - OTHERS // 2]]
-
-    def action(prefill: int, decode: int, source: int) -> int:
-        return 1 + (prefill * decodes + decode) * SOURCES + source
-
-    found = [own, 0, routed]
-    found += [action(prefill, decode, s) for s in range(SOURCES) if s != source and masks[prefill, s]]
-    found += [action(p, decode, int(ttft_s[p].argmin())) for p in others(ttft_s.min(1), prefill)]
-    found += [action(prefill, d, source) for d in others(tbt_s, decode)]
-    return list(dict.fromkeys(found))
 
 
 class Branching:
