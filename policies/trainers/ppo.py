@@ -9,9 +9,7 @@ best in an endless stream.
 
 from __future__ import annotations
 
-import json
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,8 +18,6 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
@@ -32,18 +28,13 @@ from envs.sb3 import ClusterVecEnv
 from envs.spec import ClusterSpec
 from policies.networks import SetPolicy
 from policies.policy import PolicyError
-from policies.run_folder import (
-    NetworkPolicy,
-    checkpoint_file,
-    last_checkpoint,
-    write_atomically,
-)
-from policies.trainers.validation import goodput
+from policies.run_folder import checkpoint_file, last_checkpoint
+from policies.trainers.progress import Progress
+from policies.trainers.record import OUTCOMES, Record
 from traces import Trace
 
 BASELINE = 0.8  # good requests per step that count as reward 0
 REWARD_SCALE = 0.02
-OUTCOMES = ("good", "violated", "rejected_at_arrival", "rejected_at_decode")
 
 
 class Options(Protocol):
@@ -141,28 +132,13 @@ class RequestStream(ClusterVecEnv):
 class RunCallback(BaseCallback):
     """Keeps the run folder while MaskablePPO learns: scalars, checkpoints, the best, the bar."""
 
-    def __init__(
-        self,
-        options: Options,
-        folder: Path,
-        spec: ClusterSpec,
-        trace: Trace,
-        loads: list[float],
-        recheck: bool,
-    ) -> None:
+    def __init__(self, options: Options, record: Record) -> None:
         super().__init__()
         self.options = options
-        self.folder = folder
-        self.spec = spec
-        self.validation = trace
-        self.loads = loads
-        self.recheck = recheck
+        self.record = record
         self.stopped = False
-        self.metrics = _read_metrics(folder)
         self.env_s = 0.0
-        self.eval_s = 0.0
         self.checkpoint_at = 0
-        self.evaluated_at = -1
         self.show: Callable[[int, str], None] = lambda steps, text: None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
@@ -177,38 +153,17 @@ class RunCallback(BaseCallback):
 
     def checkpoint(self) -> None:
         self.checkpoint_at = self.model.num_timesteps
-        self.save(checkpoint_file(self.folder, self.checkpoint_at))
+        self.save(checkpoint_file(self.record.folder, self.checkpoint_at))
 
     def evaluate(self) -> None:
         """Goodput on the validation part; keeps the weights if they are the best so far."""
         steps = self.model.num_timesteps
-        if self.evaluated_at == steps:
+        if self.record.evaluated_at == steps:
             return
-        self.evaluated_at = steps
-        started = time.perf_counter()
         trained = self.model.policy
         assert isinstance(trained, SetPolicy)
-        policy = NetworkPolicy(trained.scorer, "present", self.recheck, str(self.model.device))
-        scores = goodput(policy, self.spec, self.validation, self.loads, self.options.eval_requests)
-        score = float(np.mean(scores))
-        self.metrics["validation"].append(
-            {
-                "steps": steps,
-                "goodput": score,
-                "by_load": dict(zip(map(str, self.loads), scores, strict=True)),
-            }
-        )
+        score = self.record.evaluate(steps, trained.scorer, str(self.model.device), self.save)
         self.logger.record("validation/goodput", score)
-        best = self.metrics.get("best")
-        if best is None or score > best["goodput"] or not (self.folder / "best.zip").is_file():
-            self.metrics["best"] = {"steps": steps, "goodput": score}
-            self.save(self.folder / "best.zip")
-        self.eval_s += time.perf_counter() - started
-        self.write_metrics()
-
-    def write_metrics(self) -> None:
-        self.metrics["steps"] = self.model.num_timesteps
-        write_atomically(self.folder / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
 
     def _on_training_start(self) -> None:
         self.started = time.perf_counter()
@@ -217,7 +172,8 @@ class RunCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         steps = self.model.num_timesteps
-        if self.evaluated_at < 0 or steps - self.evaluated_at >= self.options.eval_every:
+        evaluated_at = self.record.evaluated_at
+        if evaluated_at < 0 or steps - evaluated_at >= self.options.eval_every:
             self.evaluate()
         if steps - self.checkpoint_at >= self.options.checkpoint_every:
             self.checkpoint()
@@ -230,7 +186,7 @@ class RunCallback(BaseCallback):
         counts = stream.take_counts()  # type: ignore[attr-defined]
         settled = max(1.0, sum(counts.values()))
         shares = {name: count / settled for name, count in counts.items()}
-        seconds = time.perf_counter() - self.started - self.eval_s
+        seconds = time.perf_counter() - self.started - self.record.eval_s
         fps = (self.num_timesteps - self.first_step) / max(1e-9, seconds)
         rewards = self.model.rollout_buffer.rewards  # type: ignore[attr-defined]
         reward = float(rewards.mean()) / REWARD_SCALE + BASELINE
@@ -246,19 +202,8 @@ class RunCallback(BaseCallback):
         )
 
 
-def _read_metrics(folder: Path) -> dict[str, Any]:
-    file = folder / "metrics.json"
-    if not file.is_file():
-        return {"steps": 0, "validation": []}
-    try:
-        metrics: dict[str, Any] = json.loads(file.read_text())
-        metrics["validation"] = list(metrics["validation"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise PolicyError(f"{file}: expected the metrics of a run: {error}") from None
-    return metrics
-
-
-def _device(name: str) -> str:
+def torch_device(name: str) -> str:
+    """cpu or cuda for --device; `PolicyError` where there is no such device."""
     if name == "cuda" and not torch.cuda.is_available():
         raise PolicyError("--device cuda: torch finds no CUDA device here; use cpu or auto")
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
@@ -266,7 +211,7 @@ def _device(name: str) -> str:
 
 def _model(options: Options, stream: RequestStream, from_file: Path | None) -> MaskablePPO:
     """A new model, or one that goes on from a checkpoint with the present options."""
-    device = _device(options.device)
+    device = torch_device(options.device)
     rollout = min(options.n_steps, -(-options.steps // options.envs))
     settings: dict[str, Any] = {
         "learning_rate": LinearSchedule(options.lr, options.lr * 0.05, 1.0),
@@ -339,16 +284,8 @@ def train(
     if from_file is not None and from_file.name == "final.zip":
         from_file.replace(checkpoint_file(folder, model.num_timesteps))
     model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
-    loads = sorted({load[0], (load[0] + load[1]) / 2, load[1]})
-    part = trace.split().validation
-    callback = RunCallback(
-        options,
-        folder,
-        spec,
-        part if part.n_requests else stream._clusters.trace,
-        loads,
-        spec.decode_recheck,
-    )
+    record = Record(folder, spec, trace, options.part, load, options.eval_requests)
+    callback = RunCallback(options, record)
     callback.init_callback(model)
     if from_file is None:
         callback.checkpoint()
@@ -359,7 +296,8 @@ def train(
     }
     started = time.perf_counter()
     try:
-        with _progress(options.steps, model.num_timesteps) as callback.show:
+        with Progress(options.steps, model.num_timesteps) as progress:
+            callback.show = progress.show
             model.learn(
                 options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False
             )
@@ -371,22 +309,15 @@ def train(
         for number, handler in before.items():
             signal.signal(number, handler)
     seconds = time.perf_counter() - started
-    callback.metrics.setdefault("sessions", []).append(
-        {
-            "steps": model.num_timesteps - callback.first_step,
-            "seconds": round(seconds, 3),
-            "environment_s": round(callback.env_s, 3),
-            "validation_s": round(callback.eval_s, 3),
-        }
-    )
+    record.end_session(model.num_timesteps - callback.first_step, seconds, callback.env_s)
     if callback.stopped:
         callback.checkpoint()
-        callback.write_metrics()
+        record.write(model.num_timesteps)
         return False
     callback.evaluate()
     model.logger.dump(model.num_timesteps)
     callback.save(folder / "final.zip")
-    callback.write_metrics()
+    record.write(model.num_timesteps)
     return True
 
 
@@ -402,36 +333,3 @@ def _timed(stream: RequestStream, callback: RunCallback) -> RequestStream:
 
     stream.step_wait = timed  # type: ignore[method-assign]
     return stream
-
-
-class _progress:
-    """A bar on a terminal, else a line about every ten seconds: `with _progress(...) as show`."""
-
-    def __init__(self, steps: int, done: int) -> None:
-        self.console = Console(stderr=True)
-        self.steps = steps
-        self.printed_s = time.monotonic()
-        self.bar = Progress(
-            TextColumn("{task.completed:>9,.0f}/{task.total:,.0f}"),
-            BarColumn(20),
-            TaskProgressColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-            console=self.console,
-            disable=not self.console.is_terminal,
-        )
-        self.task = self.bar.add_task("", total=steps, completed=done)
-
-    def __enter__(self) -> Callable[[int, str], None]:
-        self.bar.start()
-        return self.show
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.stop()
-
-    def show(self, steps: int, text: str) -> None:
-        self.bar.update(self.task, completed=steps, description=text)
-        now_s = time.monotonic()
-        if not self.console.is_terminal and (now_s - self.printed_s > 10 or steps >= self.steps):
-            self.printed_s = now_s
-            print(f"{steps:>9,}/{self.steps:,}  {text}", file=sys.stderr, flush=True)
