@@ -94,6 +94,34 @@ class Options:
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
     hidden: int = 48
     """Hidden units of the network."""
+    # bc
+    base: str = "conductor:threshold=1,min_over_both=1+priced"
+    """Policy to clone, by its name."""
+    dagger: float = 0.5
+    """Probability that the learner's decision is carried out, not the teacher's."""
+    # ppo: how decisions are credited, what is learned, and from what (policies/trainers/learner.py)
+    horizon_s: float = 60.0
+    """Time constant of the discount, in simulated seconds; 0: gamma per decision instead."""
+    own_credit: bool = True
+    """A request's outcome counts in full in its own decision, however much later it settles."""
+    group: int = 8
+    """Clusters that get the same requests at the same load: their average is the baseline."""
+    anchor_kl: float = 0.0
+    """Weight of the KL divergence from the heuristic."""
+    temperature: float = 1.0
+    """Softness of rejecting while training: above 1, more exploration around the heuristic."""
+    learn: str = "both"
+    """routing, admission or both; of the other the heuristic's stays."""
+    init: str = ""
+    """Run folder whose weights to start from."""
+    widen: float = 0.0
+    """Share of the run over which the range of loads widens from its middle to all of it."""
+    prefill_up: str = ""
+    """LOW,HIGH: prefill instances that take part, drawn for every window; default: all."""
+    decode_up: str = ""
+    """The same for decode instances."""
+    hardware: str = ""
+    """LOW,HIGH: factor on the speed of every instance, drawn for every window."""
 
 
 class Algorithm(NamedTuple):
@@ -108,6 +136,10 @@ ALGORITHMS = {
     "ppo": Algorithm(
         "MaskablePPO of sb3-contrib with the set scorer",
         ("torch", "stable_baselines3", "sb3_contrib", "tensorboard"),
+    ),
+    "bc": Algorithm(
+        "behaviour cloning of the heuristic --base with the set scorer",
+        ("torch", "stable_baselines3", "sb3_contrib"),
     ),
 }
 
@@ -193,14 +225,15 @@ def check(options: Options) -> None:
     if options.algo not in ALGORITHMS:
         raise UsageError(f"--algo {options.algo!r}: unknown; there is {', '.join(ALGORITHMS)}")
     choices = {"part": ("train", "validation", "test", "all"), "device": ("auto", "cpu", "cuda")}
+    choices["learn"] = ("routing", "admission", "both")
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             raise UsageError(
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden"
-    for name in (*whole.split(), "lr", "clip"):
+    whole += " minibatch n_steps hidden group"
+    for name in (*whole.split(), "lr", "clip", "temperature"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0"
@@ -210,11 +243,13 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
             )
-    for name in ("ent", "target_kl", "seed"):
+    for name in ("ent", "target_kl", "seed", "horizon_s", "anchor_kl", "widen"):
         if not 0 <= getattr(options, name) < 2**32:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
             )
+    if not 0 <= options.dagger <= 1:
+        raise UsageError(f"--dagger {options.dagger}: must be 0 to 1")
     parse_load(options.load)
 
 

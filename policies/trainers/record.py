@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ class Record:
 
     Args:
         folder: the run folder. spec: the cluster.
-        trace: a whole trace. Policies are compared on its validation part; where that has no
+        traces: whole traces. Policies are compared on their validation parts; where one has no
             requests, on the part they are trained on, `part`.
         load: range of arrival speeds; validation takes the lowest, the middle and the highest.
         requests: per window of the validation.
@@ -40,30 +40,30 @@ class Record:
         self,
         folder: Path,
         spec: ClusterSpec,
-        trace: Trace,
+        traces: Sequence[Trace],
         part: str,
         load: tuple[float, float],
         requests: int,
     ) -> None:
         self.folder = folder
         self.spec = spec
-        self.validation = trace.split().validation
-        if self.validation.n_requests == 0:
-            self.validation = trace if part == "all" else getattr(trace.split(), part)
+        self.validation = [trace.split().validation for trace in traces]
+        for i, trace in enumerate(traces):
+            if self.validation[i].n_requests == 0:
+                self.validation[i] = trace if part == "all" else getattr(trace.split(), part)
         self.loads = sorted({load[0], (load[0] + load[1]) / 2, load[1]})
         self.requests = requests
         self.metrics = _read_metrics(folder)
         self.eval_s = 0.0
         self.evaluated_at = -1
 
-    def evaluate(
-        self, steps: int, scorer: SetScorer, device: str, save: Callable[[Path], None]
-    ) -> float:
+    def evaluate(self, steps: int, scorer: SetScorer, device: str, save: Callable[[Path], None]) -> float:
         """Goodput on the validation part after `steps` steps; has `best.zip` saved if it is the best so far."""
         self.evaluated_at = steps
         started = time.perf_counter()
         policy = NetworkPolicy(scorer, "present", self.spec.decode_recheck, device)
-        scores = goodput(policy, self.spec, self.validation, self.loads, self.requests)
+        of_traces = [goodput(policy, self.spec, trace, self.loads, self.requests) for trace in self.validation]
+        scores = np.mean(of_traces, 0).tolist()
         score = float(np.mean(scores))
         by_load = dict(zip(map(str, self.loads), scores, strict=True))
         self.metrics["validation"].append({"steps": steps, "goodput": score, "by_load": by_load})
