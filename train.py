@@ -104,7 +104,7 @@ class Options:
     """Time constant of the discount, in simulated seconds; 0: gamma per decision instead."""
     own_credit: bool = True
     """A request's outcome counts in full in its own decision, however much later it settles."""
-    group: int = 8
+    group: int = 4
     """Clusters that get the same requests at the same load: their average is the baseline."""
     anchor_kl: float = 0.0
     """Weight of the KL divergence from the heuristic."""
@@ -248,6 +248,8 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
             )
+    if options.algo == "ppo" and options.envs % options.group:
+        raise UsageError(f"--group {options.group}: must divide --envs {options.envs}")
     if not 0 <= options.dagger <= 1:
         raise UsageError(f"--dagger {options.dagger}: must be 0 to 1")
     parse_load(options.load)

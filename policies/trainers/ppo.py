@@ -29,6 +29,7 @@ from policies.trainers.record import Record
 from policies.trainers.stream import RequestStream
 from traces import Trace
 
+
 class Options(Protocol):
     """The options of `train.py` that this trainer reads."""
 
