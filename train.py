@@ -23,7 +23,9 @@ of Mooncake with early rejection), so a run works on clusters of any size and st
 examples:
   python train.py                       built-in workload, a few minutes, then a leaderboard
   python train.py --trace conversation_trace.jsonl --cluster 8p8d --steps 3000000 --out runs/mine
-  python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
+  python train.py --learn both --load 1.2,2.0 --envs 32 --out runs/other
+  python train.py --algo bc --base lmetric+early --out runs/clone
+  python train.py --init runs/clone --out runs/better      PPO from the weights of another run
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
   python leaderboard.py --policies runs/mine,conductor,conductor+predictive --part test
@@ -46,13 +48,13 @@ class Options:
     """Trace file in any public format, or builtin:conversation, :toolagent, :synthetic; some separated by commas."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
-    steps: int = 300_000
+    steps: int = 1_000_000
     """Decisions in all, rounded up to whole rollouts of envs x n-steps."""
     out: str = ""
     """Run folder to make. Default: runs/ALGO-CLUSTER-TRACE-TIME."""
     part: str = "train"
     """Part of the trace, by time: train (first 60 %), validation, test, all."""
-    load: str = "1.2,2.0"
+    load: str = "1.4,2.9"
     """Arrival speed, times the trace's own: X, or LOW,HIGH to draw one for every window."""
     envs: int = 64
     """Clusters stepped at once."""
@@ -68,23 +70,23 @@ class Options:
     """YAML file of options."""
     checkpoint_every: int = 200_000
     """Steps between checkpoints."""
-    eval_every: int = 30_000
+    eval_every: int = 200_000
     """Steps between evaluations on the validation part."""
-    eval_requests: int = 650
+    eval_requests: int = 1300
     """Requests per window of these; at the lowest, the middle and the highest load."""
     device: str = "auto"
     """cpu, cuda or auto (CUDA where there is one)."""
-    lr: float = 5e-4
+    lr: float = 2e-3
     """Learning rate at the start; falls linearly."""
-    epochs: int = 3
-    """Passes over every rollout."""
-    minibatch: int = 2048
-    """Decisions per gradient step; below 2048 the learner takes nearly all the time."""
+    epochs: int = 1
+    """Passes over every rollout: fresh decisions cost less than learning from old ones again."""
+    minibatch: int = 1024
+    """Decisions per gradient step."""
     clip: float = 0.2
     """PPO's clip range."""
     gamma: float = 0.998
-    """Discount per decision."""
-    gae_lambda: float = 0.98
+    """Discount per decision, where --horizon-s is 0."""
+    gae_lambda: float = 1.0
     """Lambda of generalised advantage estimation."""
     ent: float = 0.0
     """Weight of the entropy bonus."""
@@ -92,7 +94,7 @@ class Options:
     """Decisions per cluster and rollout."""
     target_kl: float = 0.02
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
-    hidden: int = 48
+    hidden: int = 32
     """Hidden units of the network."""
     # bc
     base: str = "conductor:threshold=1,min_over_both=1+priced"
@@ -104,13 +106,13 @@ class Options:
     """Time constant of the discount, in simulated seconds; 0: gamma per decision instead."""
     own_credit: bool = True
     """A request's outcome counts in full in its own decision, however much later it settles."""
-    group: int = 4
+    group: int = 8
     """Clusters that get the same requests at the same load: their average is the baseline."""
     anchor_kl: float = 0.0
     """Weight of the KL divergence from the heuristic."""
     temperature: float = 1.0
     """Softness of rejecting while training: above 1, more exploration around the heuristic."""
-    learn: str = "both"
+    learn: str = "admission"
     """routing, admission or both; of the other the heuristic's stays."""
     init: str = ""
     """Run folder whose weights to start from."""

@@ -163,8 +163,7 @@ class RunCallback(BaseCallback):
         rejected = shares["rejected_at_arrival"] + shares["rejected_at_decode"]
         self.show(
             self.num_timesteps,
-            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  "
-            f"{fps:,.0f} steps/s",
+            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  {fps:,.0f} steps/s",
         )
 
 
@@ -250,9 +249,7 @@ def train(
         PolicyError: the folder cannot be resumed, or the device is not there.
     """
     if options.device != "cuda":
-        torch.set_num_threads(
-            1
-        )  # two threads gain little and lose much as soon as the cores are shared
+        torch.set_num_threads(1)  # two threads gain little and lose much as soon as the cores are shared
     stream = RequestStream(
         options.envs,
         spec,
@@ -266,9 +263,7 @@ def train(
     from_file = last_checkpoint(folder) if resume else None
     model = _model(options, stream, from_file)
     if model.num_timesteps >= options.steps:
-        raise PolicyError(
-            f"{folder} has {model.num_timesteps:,} steps already: give --steps above that"
-        )
+        raise PolicyError(f"{folder} has {model.num_timesteps:,} steps already: give --steps above that")
     if from_file is not None and from_file.name == "final.zip":
         from_file.replace(checkpoint_file(folder, model.num_timesteps))
     model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
@@ -278,19 +273,13 @@ def train(
     if from_file is None:
         callback.checkpoint()
     stream.reset()  # compiles, while Ctrl-C still interrupts at once
-    before = {
-        number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     started = time.perf_counter()
     try:
         with Progress(options.steps, model.num_timesteps) as progress:
             callback.show = progress.show
-            model.learn(
-                options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False
-            )
-    except (
-        KeyboardInterrupt
-    ):  # the second signal: what the last update left behind may be half of one
+            model.learn(options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False)
+    except KeyboardInterrupt:  # the second signal: what the last update left behind may be half of one
         return False
     finally:
         for number, handler in before.items():
