@@ -74,9 +74,9 @@ def test_open_requests_count_as_the_usual_accepted_one() -> None:
     assert not credit[1:].any()
 
 
-def stream_of(**others: object) -> RequestStream:
+def stream_of(requests: int = 60, **others: object) -> RequestStream:
     trace = traces.load("builtin:conversation")
-    made = RequestStream(4, load_cluster("2p2d"), trace, "train", Episodes(60, (1.0, 3.0)), **others)  # type: ignore[arg-type]
+    made = RequestStream(4, load_cluster("2p2d"), trace, "train", Episodes(requests, (1.0, 3.0)), **others)  # type: ignore[arg-type]
     made.seed(3)
     return made
 
@@ -107,15 +107,15 @@ def test_stream_groups_see_the_same_requests_and_outcomes_are_those_counted() ->
 
 
 def test_rewards_come_in_the_step_in_which_a_request_settles() -> None:
-    stream = stream_of(remember=59)
+    stream = stream_of(requests=300, remember=250)
     stream.reset()
-    rewards = np.zeros((40, 4))
-    for t in range(40):
+    rewards = np.zeros((250, 4))
+    for t in range(250):
         stream.step_async(np.full(4, 1 + 3 * (t % 4)))
         rewards[t] = stream.step_wait()[1]
-    found, settled_at = stream.outcomes(40)
+    found, settled_at = stream.outcomes(250)
     longest = 3  # the only cluster whose first window is not cut before
-    expected = np.zeros(40)
+    expected = np.zeros(250)
     for at in settled_at[found[:, longest] == 1.0, longest]:
         expected[at] += 1
     np.testing.assert_array_equal(rewards[:, longest], expected)
