@@ -24,7 +24,9 @@ With --algo cma it is the options of a heuristic, --base: thresholds, weights, f
 examples:
   python train.py                       built-in workload, a few minutes, then a leaderboard
   python train.py --trace conversation_trace.jsonl --cluster 8p8d --steps 3000000 --out runs/mine
-  python train.py --load 1.2,2.0 --envs 32 --lr 0.0003 --out runs/other
+  python train.py --learn both --load 1.2,2.0 --envs 32 --out runs/other
+  python train.py --algo bc --base lmetric+early --out runs/clone
+  python train.py --init runs/clone --out runs/better      PPO from the weights of another run
   python train.py --algo cma --base conductor+priced --out runs/tuned    a minute, no torch
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
@@ -54,13 +56,13 @@ class Options:
     several separated by commas where the algorithm takes them."""
     cluster: str = "8p8d"
     """Cluster: a name such as 8p8d or 5p11d, or a YAML file."""
-    steps: int = 300_000
+    steps: int = 1_000_000
     """Decisions in all, rounded up to whole rollouts of envs x n-steps."""
     out: str = ""
     """Run folder to make. Default: runs/ALGO-CLUSTER-TRACE-TIME."""
     part: str = "train"
     """Part of the trace, by time: train (first 60 %), validation, test, all."""
-    load: str = "1.2,2.0"
+    load: str = "1.4,2.9"
     """Arrival speed, times the trace's own: X, or LOW,HIGH to draw one for every window."""
     capacity: str = ""
     """Instead of --load: times each trace's capacity, the highest speed at which conductor meets 90 %."""
@@ -78,23 +80,23 @@ class Options:
     """YAML file of options."""
     checkpoint_every: int = 200_000
     """Steps between checkpoints."""
-    eval_every: int = 30_000
+    eval_every: int = 200_000
     """Steps between evaluations on the validation part."""
-    eval_requests: int = 650
+    eval_requests: int = 1300
     """Requests per window of these; at the lowest, the middle and the highest load."""
     device: str = "auto"
     """cpu, cuda or auto (CUDA where there is one)."""
-    lr: float = 5e-4
+    lr: float = 2e-3
     """Learning rate at the start; falls linearly."""
-    epochs: int = 3
-    """Passes over every rollout."""
-    minibatch: int = 2048
-    """Decisions per gradient step; below 2048 the learner takes nearly all the time."""
+    epochs: int = 1
+    """Passes over every rollout: fresh decisions cost less than learning from old ones again."""
+    minibatch: int = 1024
+    """Decisions per gradient step."""
     clip: float = 0.2
     """PPO's clip range."""
     gamma: float = 0.998
-    """Discount per decision."""
-    gae_lambda: float = 0.98
+    """Discount per decision, where --horizon-s is 0."""
+    gae_lambda: float = 1.0
     """Lambda of generalised advantage estimation."""
     ent: float = 0.0
     """Weight of the entropy bonus."""
@@ -102,10 +104,10 @@ class Options:
     """Decisions per cluster and rollout."""
     target_kl: float = 0.02
     """Stop the passes over a rollout when the policy has moved by 1.5 times this KL; 0: never."""
-    hidden: int = 48
+    hidden: int = 32
     """Hidden units of the network."""
     base: str = ""
-    """The heuristic whose options are tuned (cma, rollout), from those in its name on."""
+    """The heuristic to start from: whose options are tuned (cma, rollout), that is cloned (bc), a prior (ppo)."""
     generations: int = 40
     """cma, rollout: generations of this."""
     population: int = 0
@@ -122,6 +124,33 @@ class Options:
     """rollout: passes over all that was tried."""
     fit_lr: float = 2e-3
     """rollout: highest learning rate of these."""
+    # bc
+    dagger: float = 0.5
+    """Probability that the learner's decision is carried out, not the teacher's."""
+    # ppo: how decisions are credited, what is learned, and from what (policies/trainers/learner.py)
+    horizon_s: float = 60.0
+    """Time constant of the discount, in simulated seconds; 0: gamma per decision instead."""
+    own_credit: bool = True
+    """A request's outcome counts in full in its own decision, however much later it settles."""
+    group: int = 8
+    """Clusters that get the same requests at the same load: their average is the baseline."""
+    anchor_kl: float = 0.0
+    """Weight of the KL divergence from the heuristic."""
+    temperature: float = 1.0
+    """Softness of rejecting while training: above 1, more exploration around the heuristic."""
+    learn: str = "admission"
+    """routing, admission or both; of the other the heuristic's stays."""
+    init: str = ""
+    """Run folder whose weights to start from."""
+    widen: float = 0.0
+    """Share of the run over which the range of loads widens from its middle to all of it."""
+    prefill_up: str = ""
+    """LOW,HIGH: prefill instances that take part, drawn for every window; default: all."""
+    decode_up: str = ""
+    """The same for decode instances."""
+    hardware: str = ""
+    """LOW,HIGH: factor on the speed of every instance, drawn for every window."""
+    # rllib
     ray: str = ""
     """rllib: a Ray cluster (auto, HOST:PORT or ray://HOST:PORT); default: one made for the run, on this machine."""
     env_runners: int = 0
@@ -157,6 +186,11 @@ ALGORITHMS = {
         base="prior:ttft=0.2,tbt=1,price=0.1,slack=0.2,affinity=0.03",
     ),
     "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), anchored=None, base="conductor+slo"),
+    "bc": Algorithm(
+        "behaviour cloning of the heuristic --base with the set scorer",
+        ("torch", "stable_baselines3", "sb3_contrib"),
+        base="conductor:threshold=1,min_over_both=1+priced",
+    ),
 }
 
 # Errors that are the user's to mend, by name: importing their classes would import the simulator.
@@ -242,14 +276,15 @@ def check(options: Options) -> None:
     if options.algo not in ALGORITHMS:
         raise UsageError(f"--algo {options.algo!r}: unknown; there is {', '.join(ALGORITHMS)}")
     choices = {"part": ("train", "validation", "test", "all"), "device": ("auto", "cpu", "cuda")}
+    choices["learn"] = ("routing", "admission", "both")
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
             raise UsageError(
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden rounds states horizon fit_epochs generations windows"
-    for name in (*whole.split(), "lr", "clip", "fit_lr"):
+    whole += " minibatch n_steps hidden rounds states horizon fit_epochs generations windows group"
+    for name in (*whole.split(), "lr", "clip", "fit_lr", "temperature"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0"
@@ -259,7 +294,7 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
             )
-    for name in ("ent", "target_kl", "seed", "env_runners"):
+    for name in ("ent", "target_kl", "seed", "env_runners", "horizon_s", "anchor_kl", "widen"):
         if not 0 <= getattr(options, name) < 2**32:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
@@ -269,6 +304,10 @@ def check(options: Options) -> None:
         parse_range("capacity", options.capacity)
     if options.population < 4 and options.population != 0:
         raise UsageError(f"--population {options.population}: must be 4 or more, or 0")
+    if options.algo == "ppo" and options.envs % options.group:
+        raise UsageError(f"--group {options.group}: must divide --envs {options.envs}")
+    if not 0 <= options.dagger <= 1:
+        raise UsageError(f"--dagger {options.dagger}: must be 0 to 1")
 
 
 def parse(arguments: list[str]) -> Options:

@@ -19,6 +19,7 @@ EPISODE
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from .state import (
 )
 
 Range = float | tuple[float, float]
+TraceLike = str | Path | Trace | Sequence[str | Path | Trace]
 PARTS = ("train", "validation", "test", "all")
 
 
@@ -108,7 +110,7 @@ class _Clusters:
     def __init__(
         self,
         cluster: str | Path | ClusterSpec,
-        trace: str | Path | Trace,
+        trace: TraceLike,
         part: str,
         episodes: Episodes,
         rewards: Rewards,
@@ -123,14 +125,16 @@ class _Clusters:
                 raise ValueError(f"Episodes.{name} is {between!r}, the cluster has {size}")
         if count < 1:
             raise ValueError(f"num_envs must be at least 1, found {count}")
-        whole = trace if isinstance(trace, Trace) else load_trace(trace)
-        self.trace = whole if part == "all" else getattr(whole.split(), part)
-        if self.trace.n_requests == 0:
-            raise ValueError(f"part {part!r} of trace {whole.name!r} has no requests")
+        self.traces = []
+        for one in [trace] if isinstance(trace, str | Path | Trace) else trace:
+            whole = one if isinstance(one, Trace) else load_trace(one)
+            self.traces.append(whole if part == "all" else getattr(whole.split(), part))
+            if self.traces[-1].n_requests == 0:
+                raise ValueError(f"part {part!r} of trace {whole.name!r} has no requests")
         self.episodes = episodes
         self.rewards = rewards
-        self.window = min(episodes.requests, self.trace.n_requests)
-        self.simulator = Simulator.with_room(self.spec, self.trace, clusters=count, requests=self.window)
+        self.window = min(episodes.requests, *(trace.n_requests for trace in self.traces))
+        self.simulator = Simulator.with_room(self.spec, *self.traces, clusters=count, requests=self.window)
         self.base = self.spec.parameters()
         p, d = self.simulator.prefills, self.simulator.decodes
         self.n_actions = 1 + p * d * 3
@@ -172,7 +176,8 @@ class _Clusters:
         unknown = set(options) - {"start", "load"}
         if unknown:
             raise ValueError(f"unknown reset options {sorted(unknown)}; known are 'start' and 'load'")
-        last_start = self.trace.n_requests - self.window
+        trace = self.traces[0] if len(self.traces) == 1 else self.traces[int(rng.integers(len(self.traces)))]
+        last_start = trace.n_requests - self.window
         start = options.get("start", rng.integers(last_start + 1))
         first = int(start)
         if first != start or not 0 <= first <= last_start:
@@ -182,7 +187,7 @@ class _Clusters:
             raise ValueError(f"option 'load' is {load}, must be a finite number above 0")
         self.started = True
         self._draw_cluster(c, rng)
-        self.simulator.load(c, self.trace, first, first + self.window, speed=load)
+        self.simulator.load(c, trace, first, first + self.window, speed=load)
         state = self.simulator.batch.state
         for name, table in (("prefill_up", state.prefill[c]), ("decode_up", state.decode[c])):
             between = getattr(self.episodes, name)
@@ -264,7 +269,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
 
     Args:
         cluster: built-in name (`8p8d`), YAML file or `ClusterSpec`.
-        trace: a trace file, `builtin:conversation|toolagent|synthetic`, or a `Trace`.
+        trace: a trace file, `builtin:conversation|toolagent|synthetic`, a `Trace`, or several: each window is of one.
         part: train, validation, test (by time) or all.
         episodes: what episodes are drawn from. rewards: what settled requests are worth.
         render_mode: "rgb_array" draws the cluster's load over the episode so far.
@@ -275,7 +280,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
     def __init__(
         self,
         cluster: str | Path | ClusterSpec = "8p8d",
-        trace: str | Path | Trace = "builtin:conversation",
+        trace: TraceLike = "builtin:conversation",
         part: str = "train",
         episodes: Episodes | None = None,
         rewards: Rewards | None = None,
@@ -373,7 +378,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
         self,
         num_envs: int = 1,
         cluster: str | Path | ClusterSpec = "8p8d",
-        trace: str | Path | Trace = "builtin:conversation",
+        trace: TraceLike = "builtin:conversation",
         part: str = "train",
         episodes: Episodes | None = None,
         rewards: Rewards | None = None,

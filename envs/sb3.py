@@ -10,9 +10,7 @@ import gymnasium as gym
 import numpy as np
 from stable_baselines3.common.vec_env import VecEnv
 
-from traces import Trace
-
-from .cluster_env import Episodes, Rewards, _Clusters
+from .cluster_env import Episodes, Rewards, TraceLike, _Clusters
 from .spec import ClusterSpec
 
 
@@ -27,7 +25,7 @@ class ClusterVecEnv(VecEnv):
         self,
         num_envs: int,
         cluster: str | Path | ClusterSpec = "8p8d",
-        trace: str | Path | Trace = "builtin:conversation",
+        trace: TraceLike = "builtin:conversation",
         part: str = "train",
         episodes: Episodes | None = None,
         rewards: Rewards | None = None,

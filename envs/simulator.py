@@ -218,8 +218,8 @@ class Simulator:
         self.worlds["state"] = self.states.ctypes.data + np.arange(c) * memory.STATE.itemsize
         self.observation_tables = empty_observation(c, p, d)
         self.observations = memory.headers(memory.OBSERVATION, self.observation_tables, c, prefills=p, decodes=d)
-        self._loaded: tuple[Trace, Runs, NDArray[np.int32]] | None = None
-        self._room_for: Trace | None = None  # a trace of which any window of so many requests fits
+        self._loaded: dict[int, tuple[Trace, Runs, NDArray[np.int32]]] = {}  # by id
+        self._room_for: tuple[Trace, ...] = ()  # traces of which any window of so many requests fits
         one_cluster = (self.worlds[0], self.parameters[0])
         self._begin = entry_point(_replay.begin, *one_cluster, 0)
         self._observe = entry_point(_replay.observe_arrival, *one_cluster, self.observations[0])
@@ -231,15 +231,15 @@ class Simulator:
     def with_room(
         cls,
         cluster: ClusterSpec | Parameters,
-        trace: Trace,
-        *,
+        *traces: Trace,
         clusters: int = 1,
         requests: int | None = None,
     ) -> Simulator:
-        """Clusters with room for any window of `requests` consecutive requests of `trace`, or for the whole of it."""
-        runs = Runs.of(trace)
-        requests = trace.n_requests if requests is None else requests
-        references, distinct, blocks = runs.largest(requests)
+        """Clusters with room for any window of `requests` consecutive requests of any of `traces`, or for the whole."""
+        runs = [Runs.of(trace) for trace in traces]
+        requests = max(trace.n_requests for trace in traces) if requests is None else requests
+        largest = [r.largest(min(requests, t.n_requests)) for t, r in zip(traces, runs, strict=True)]
+        references, distinct, blocks = map(max, zip(*largest, strict=True))
         simulator = cls(
             cluster,
             clusters=clusters,
@@ -247,10 +247,11 @@ class Simulator:
             max_references=references,
             max_runs=distinct,
             max_blocks=blocks,
-            max_output_tokens=int(trace.output_tokens.max(initial=1)),
+            max_output_tokens=max(int(trace.output_tokens.max(initial=1)) for trace in traces),
         )
-        simulator._use(trace, runs)
-        simulator._room_for = trace
+        for trace, its in zip(traces, runs, strict=True):
+            simulator._use(trace, its)
+            simulator._room_for += (trace,)
         return simulator
 
     @classmethod
@@ -262,8 +263,10 @@ class Simulator:
         return simulator
 
     def _use(self, trace: Trace, runs: Runs) -> tuple[Trace, Runs, NDArray[np.int32]]:
-        self._loaded = (trace, runs, np.zeros((len(runs.lengths) + 1, 2), np.int32))
-        return self._loaded
+        """Keep the runs of a trace. There is room for all in `_room_for`; of other traces only the last is kept."""
+        using = (trace, runs, np.zeros((len(runs.lengths) + 1, 2), np.int32))
+        self._loaded = {id(known): self._loaded[id(known)] for known in self._room_for} | {id(trace): using}
+        return using
 
     @property
     def bytes_per_cluster(self) -> int:
@@ -294,11 +297,8 @@ class Simulator:
                 f"trace {trace.name!r} has blocks of {trace.block_tokens} tokens, the cluster of {block_tokens}: "
                 f"convert one, e.g. trace.reblock({block_tokens})"
             )
-        loaded = self._loaded
-        if loaded is None or loaded[0] is not trace:
-            loaded = self._use(trace, Runs.of(trace))
-        _, runs, seen = loaded
-        if trace is not self._room_for or last - first > self.batch.requests.shape[1]:
+        _, runs, seen = self._loaded.get(id(trace)) or self._use(trace, Runs.of(trace))
+        if not any(trace is known for known in self._room_for) or last - first > self.batch.requests.shape[1]:
             self._check_room(trace, runs, first, last)
         arguments = (
             self.worlds[cluster],

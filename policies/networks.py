@@ -47,6 +47,7 @@ TBT_WEIGHT = 200.0  # logits per TBT SLO
 REJECT_WEIGHT = 100.0  # logits per SLO by which the predictions exceed it
 MOST_REJECT = 10.0  # the prior's certainty about rejecting, either way
 NO_ROOM = 12.0  # logits off for a decode instance without KV room for the request
+UNEXPLORED = 0.02  # temperature of what is not learned: the best, all but always
 MASKED = -1e8
 LARGEST = 1e9  # of any feature: that of envs.kernel.replay
 LARGEST_SCALED = 10.0
@@ -171,8 +172,8 @@ class Scaled(NamedTuple):
     idle: Tensor  # [B, 1, 1], 1 less the forecast decode load
 
 
-class Prior(NamedTuple):
-    """Logits that follow from the predictions alone."""
+class Scores(NamedTuple):
+    """Logits, as the sums they are."""
 
     reject: Tensor  # [B, 1, 1]
     prefill: Tensor  # [B, P, 3], per source
@@ -181,10 +182,7 @@ class Prior(NamedTuple):
 
 def clean(tables: Tables) -> dict[str, Tensor]:
     """Cut to +-LARGEST as in the environment; NaN counts as 0."""
-    return {
-        name: table.masked_fill(table.isnan(), 0.0).clamp(-LARGEST, LARGEST)
-        for name, table in tables.items()
-    }
+    return {name: table.masked_fill(table.isnan(), 0.0).clamp(-LARGEST, LARGEST) for name, table in tables.items()}
 
 
 def _squash(x: Tensor) -> Tensor:
@@ -243,7 +241,7 @@ def scale(tables: Tables) -> Scaled:
     )
 
 
-def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Prior:
+def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Scores:
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
@@ -263,7 +261,7 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Prior:
     of_tbt = (tbt - price * x.length).clamp(max=1.0)
     worse = torch.maximum(least_prefill / TTFT_WEIGHT - of_ttft, x.tbt.gather(1, instance) - of_tbt)
     reject = (worse * REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
-    return Prior(reject, least_prefill - of_prefill, least_decode - of_decode)
+    return Scores(reject, least_prefill - of_prefill, least_decode - of_decode)
 
 
 def _off(valid: Tensor) -> Tensor:
@@ -285,6 +283,68 @@ def _mean_and_max(instances: Tensor, up: Tensor) -> list[Tensor]:
     """
     weighted = instances * up
     return [weighted.sum(1) / up.sum(1).clamp(min=1.0), weighted.amax(1)]
+
+
+def added(a: Scores, b: Scores) -> Scores:
+    """Their sum."""
+    return Scores(*(x + y for x, y in zip(a, b)))
+
+
+def all_logits(scores: Scores, allowed: Tensor) -> Tensor:
+    """Logits [B, 1 + P D 3] in the environment's order of actions; MASKED where not `allowed`, bool[B, P, D, 3]."""
+    pairs = scores.prefill[:, :, None] + scores.decode[:, None]
+    return torch.cat([scores.reject[:, 0], torch.where(allowed, pairs, MASKED).flatten(1)], 1)
+
+
+class Factors(NamedTuple):
+    """Log-probabilities of a decision in three independent parts."""
+
+    gate: Tensor  # [B, 2], of rejecting and of accepting
+    prefill: Tensor  # [B, P 3], of an accepted request's prefill instance and source
+    decode: Tensor  # [B, D]
+
+    def of(self, actions: Tensor) -> Tensor:
+        """Log-probabilities [B] of actions int64[B]."""
+        accepted = actions > 0
+        pair = (actions - 1).clamp(min=0)
+        decodes = self.decode.shape[1]
+        prefill = pair // (3 * decodes) * 3 + pair % 3
+        decode = pair // 3 % decodes
+        chosen = self.prefill.gather(1, prefill[:, None])[:, 0] + self.decode.gather(1, decode[:, None])[:, 0]
+        return self.gate.gather(1, accepted.long()[:, None])[:, 0] + torch.where(accepted, chosen, 0.0)
+
+    def sample(self) -> Tensor:
+        """Actions int64[B]."""
+        gate, prefill, decode = (torch.multinomial(part.exp(), 1)[:, 0] for part in self)
+        pair = (prefill // 3 * self.decode.shape[1] + decode) * 3 + prefill % 3
+        return torch.where(gate > 0, 1 + pair, 0)
+
+    def divergence(self, other: Factors) -> Tensor:
+        """KL divergence [B] of this from `other`."""
+        gate, prefill, decode = ((p.exp() * (p - q)).sum(1) for p, q in zip(self, other))
+        return gate + self.gate[:, 1].exp() * (prefill + decode)
+
+    def entropy(self) -> Tensor:
+        """Entropy [B]."""
+        gate, prefill, decode = (-(p.exp() * p).sum(1) for p in self)
+        return gate + self.gate[:, 1].exp() * (prefill + decode)
+
+
+def factors(scores: Scores, sources: Tensor, decode_up: Tensor, of_gate: float = 1.0, of_pairs: float = 1.0) -> Factors:
+    """A policy whose most likely decision is the one with the largest of `all_logits`.
+
+    Rejecting has its lead over the best pair as logit, and the pair is drawn apart from that. In a softmax over all
+    actions rejecting would stand against the sum of some hundred pairs: a policy that accepts more than its best does.
+
+    Args:
+        sources, decode_up: see `SetScorer.scores`; a pair is valid where both are.
+        of_gate, of_pairs: temperatures.
+    """
+    prefill = (scores.prefill + (sources - 1.0) * -MASKED).flatten(1)
+    decode = (scores.decode + (decode_up - 1.0) * -MASKED).flatten(1)
+    lead = (scores.reject[:, :, 0] - prefill.amax(1, keepdim=True) - decode.amax(1, keepdim=True)) / of_gate
+    gate = torch.cat([functional.logsigmoid(lead), functional.logsigmoid(-lead)], 1)
+    return Factors(gate, torch.log_softmax(prefill / of_pairs, 1), torch.log_softmax(decode / of_pairs, 1))
 
 
 class SetScorer(nn.Module):
@@ -318,24 +378,13 @@ class SetScorer(nn.Module):
             nn.init.zeros_(head.weight)
             nn.init.zeros_(head.bias)
 
-    def forward(
-        self, tables: Tables, masks: Tensor | None = None, scaled: Scaled | None = None
-    ) -> Tensor:
-        """Logits [B, 1 + P D 3] in the environment's order of actions; masked ones are MASKED.
+    def scores(self, x: Scaled, sources: Tensor, decode_up: Tensor) -> tuple[Scores, Scores]:
+        """What is learned, and the prior.
 
         Args:
-            tables: `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7].
-            masks: bool[B, 1 + P D 3]; None: everything is valid.
-            scaled: `scale(clean(tables))`, where that is known already.
+            sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
         """
-        batch, prefills, _ = tables["prefill"].shape
-        decodes = tables["decode"].shape[1]
-        x = scale(clean(tables)) if scaled is None else scaled
-        allowed = split_masks(masks, prefills, decodes, batch).to(x.prefill.device)
-        valid = allowed.to(x.prefill.dtype)
-        sources, decode_up = valid.amax(2), valid.amax((1, 3))[:, :, None]
         base = prior(x, sources, decode_up, self.gate)
-
         of_prefill = functional.linear(x.context, self.prefill_context.weight, self.prefill.bias)
         of_decode = functional.linear(x.context, self.decode_context.weight, self.decode.bias)
         p = torch.relu_(functional.linear(x.prefill, self.prefill.weight) + of_prefill[:, None])
@@ -347,17 +396,26 @@ class SetScorer(nn.Module):
         bias = self.prefill_head.bias + self.decode_head.bias
         of_prefill = functional.linear(p, self.prefill_head.weight, bias)
         of_decode = functional.linear(d, self.decode_head.weight)
-        of_reject = self.reject_head(pool)
+        return Scores(self.reject_head(pool)[:, None], of_prefill, of_decode), base
 
-        def logits(reject: Tensor, of_prefill: Tensor, of_decode: Tensor) -> Tensor:
-            pairs = of_prefill[:, :, None] + of_decode[:, None]
-            return torch.cat([reject, torch.where(allowed, pairs, MASKED).flatten(1)], 1)
+    def forward(self, tables: Tables, masks: Tensor | None = None, scaled: Scaled | None = None) -> Tensor:
+        """Logits [B, 1 + P D 3] in the environment's order of actions; masked ones are MASKED.
 
+        Args:
+            tables: `request` [B, 5], `prefill` [B, P, 13], `decode` [B, D, 10], `cluster` [B, 7].
+            masks: bool[B, 1 + P D 3]; None: everything is valid.
+            scaled: `scale(clean(tables))`, where that is known already.
+        """
+        batch, prefills, _ = tables["prefill"].shape
+        x = scale(clean(tables)) if scaled is None else scaled
+        allowed = split_masks(masks, prefills, tables["decode"].shape[1], batch).to(x.prefill.device)
+        valid = allowed.to(x.prefill.dtype)
+        learned, base = self.scores(x, valid.amax(2), valid.amax((1, 3))[:, :, None])
         if not self.anchored:
-            return logits(base.reject[:, 0] + of_reject, of_prefill + base.prefill, of_decode + base.decode)
-        choice = logits(base.reject[:, 0], base.prefill, base.decode)
-        choice = (choice >= choice.amax(1, keepdim=True)).to(of_reject.dtype)
-        return logits(of_reject, of_prefill, of_decode) + self.margin * choice
+            return all_logits(added(learned, base), allowed)
+        choice = all_logits(base, allowed)
+        choice = (choice >= choice.amax(1, keepdim=True)).to(choice.dtype)
+        return all_logits(learned, allowed) + self.margin * choice
 
 
 class Decider(nn.Module):
@@ -407,7 +465,10 @@ class SetPolicy(MaskableActorCriticPolicy):
     """The set scorer and its critic as a policy of sb3-contrib's MaskablePPO.
 
     Args:
-        hidden: hidden units. The rest as for `MaskableActorCriticPolicy`.
+        hidden: hidden units.
+        temperature: of rejecting where decisions are sampled (`factors`): above 1 explores more around the prior.
+        learn: `routing`, `admission` or `both`; the heads of the other stay as they are, and nothing is explored there.
+        The rest as for `MaskableActorCriticPolicy`.
     """
 
     def __init__(
@@ -416,17 +477,22 @@ class SetPolicy(MaskableActorCriticPolicy):
         action_space: Any,
         lr_schedule: Any,
         hidden: int = 48,
+        temperature: float = 1.0,
+        learn: str = "both",
         **others: Any,
     ) -> None:
         self.hidden = hidden
-        others.setdefault(
-            "features_extractor_class", CombinedExtractor
-        )  # has no weights and is not used
+        self.temperature = temperature
+        self.learn = learn
+        others.setdefault("features_extractor_class", CombinedExtractor)  # has no weights and is not used
         super().__init__(observation_space, action_space, lr_schedule, **others)
 
     def _build(self, lr_schedule: Any) -> None:
         self.scorer = SetScorer(self.hidden)
         self.critic = SetCritic(self.hidden)
+        self.scorer.prefill_head.requires_grad_(self.learn != "admission")
+        self.scorer.decode_head.requires_grad_(self.learn != "admission")
+        self.scorer.reject_head.requires_grad_(self.learn != "routing")
         self.optimizer = self.optimizer_class(
             self.parameters(),
             lr=lr_schedule(1),  # type: ignore[call-arg]
@@ -434,7 +500,8 @@ class SetPolicy(MaskableActorCriticPolicy):
         )
 
     def _get_constructor_parameters(self) -> dict[str, Any]:
-        return super()._get_constructor_parameters() | {"hidden": self.hidden}
+        ours = {"hidden": self.hidden, "temperature": self.temperature, "learn": self.learn}
+        return super()._get_constructor_parameters() | ours
 
     def _logits(self, obs: Any, action_masks: Any, scaled: Scaled | None = None) -> Tensor:
         masks = None
@@ -443,6 +510,16 @@ class SetPolicy(MaskableActorCriticPolicy):
             masks = torch.as_tensor(action_masks, device=self.device).bool().reshape(batch, -1)
         logits: Tensor = self.scorer(obs, masks, scaled)
         return logits
+
+    def factors(self, x: Scaled, sources: Tensor, decode_up: Tensor) -> tuple[Factors, Factors]:
+        """What actions are sampled from, and the same of the prior; arguments as for `SetScorer.scores`."""
+        learned, base = self.scorer.scores(x, sources, decode_up)
+        of_gate = UNEXPLORED if self.learn == "routing" else self.temperature
+        of_pairs = UNEXPLORED if self.learn == "admission" else 1.0
+        return (
+            factors(added(learned, base), sources, decode_up, of_gate, of_pairs),
+            factors(base, sources, decode_up, of_gate, of_pairs),
+        )
 
     def forward(
         self, obs: Any, deterministic: bool = False, action_masks: NDArray[np.bool_] | None = None
@@ -466,12 +543,8 @@ class SetPolicy(MaskableActorCriticPolicy):
         chosen = log_probs.gather(1, actions.long().reshape(-1, 1))[:, 0]
         return self.critic(scaled), chosen, entropy
 
-    def get_distribution(
-        self, obs: Any, action_masks: NDArray[np.bool_] | None = None
-    ) -> MaskableDistribution:
-        distribution = self.action_dist.proba_distribution(
-            action_logits=self._logits(obs, action_masks)
-        )
+    def get_distribution(self, obs: Any, action_masks: NDArray[np.bool_] | None = None) -> MaskableDistribution:
+        distribution = self.action_dist.proba_distribution(action_logits=self._logits(obs, action_masks))
         if action_masks is not None:
             distribution.apply_masking(action_masks)
         return distribution

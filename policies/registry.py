@@ -304,6 +304,18 @@ def compiled_policy(scorer: SetScorer, name: str, recheck: bool, *, rejects: boo
     return CompiledPolicy(name, (_SCORER, values), (ADMISSIONS["own"].callback, np.zeros(0)), recheck)
 
 
+def gate_of(name: str) -> NDArray[np.float64]:
+    """The options of a `prior` by name, as the gate of a set scorer.
+
+    Raises:
+        PolicyError: it is no prior.
+    """
+    policy = make_policy(name)
+    if not isinstance(policy, CompiledPolicy) or policy.router is not ROUTERS["prior"].callback:
+        raise PolicyError(f"--base {name}: expected prior[:option=value,...], which the network adds to")
+    return policy.router_values
+
+
 _SCORER = _replay.Callback(compiled_scorer.set_scorer, _replay.ROUTER)
 
 

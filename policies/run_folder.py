@@ -284,6 +284,22 @@ def load_weights(file: Path, network: Mapping[str, Any]) -> SetScorer:
     return scorer.eval()
 
 
+def load_run_weights(path: Path, hidden: int) -> SetScorer:
+    """The scorer to start from: the best of the run in `path`, else of its last checkpoint.
+
+    Raises:
+        PolicyError: no such run, or of another kind of network.
+    """
+    network = read_config(path).get("network")
+    if network is None or network["anchored"] or network["hidden"] != hidden:
+        expected = f"a network with {hidden} hidden units, not anchored"
+        raise PolicyError(f"--init {path}: expected {expected}, found {network!r}")
+    file = path / "best.zip" if (path / "best.zip").is_file() else last_checkpoint(path)
+    if file is None:
+        raise PolicyError(f"--init {path}: it has neither best.zip nor a checkpoint")
+    return load_weights(file, network)
+
+
 def load_run(path: Path) -> Policy:
     """The policy in a run folder: the best on validation, else the last checkpoint, saying so.
 

@@ -32,6 +32,11 @@ ROOT = Path(__file__).resolve().parents[1]
             ["--clusters", "8", "--cluster", "2p2d", "--steps", "50"],
             {"steps_per_second", "bytes_per_cluster"},
         ),
+        (
+            "learning",
+            ["--cluster", "2p2d", "--steps", "4096", "--envs", "8"],
+            {"steps", "steps_per_second", "environment_share"},
+        ),
         ("scale", ["--requests", "2000"], {"decision_us"}),
     ],
 )

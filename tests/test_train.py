@@ -21,7 +21,7 @@ from train import Options, UsageError, main, options_from_yaml, parse, parse_ran
 
 ROOT = Path(__file__).parents[1]
 _FLAGS = (
-    "--algo=ppo --trace=builtin:conversation --cluster=2p2d --envs=4 --episode-requests=100",
+    "--algo=ppo --trace=builtin:conversation --cluster=2p2d --envs=4 --episode-requests=100 --group=2",
     "--n-steps=32 --minibatch=64 --hidden=8 --eval-requests=200 --device=cpu",
 )
 SMALL = " ".join(_FLAGS).split(" ")
@@ -60,11 +60,11 @@ def test_train_resume_and_same_seed(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert yaml.safe_load(Path(a, "config.yaml").read_text())["options"]["n_steps"] == 32
 
     assert "has 256 steps already" in error_of(["--resume", a], capsys)
-    assert main(["--resume", a, "--steps", "384"]) == 0
+    assert main(["--resume", a, "--steps", "512"]) == 0
     metrics = json.loads(Path(a, "metrics.json").read_text())
-    assert metrics["steps"] == 384
-    assert [session["steps"] for session in metrics["sessions"]] == [256, 128]
-    assert [entry["steps"] for entry in metrics["validation"]] == [0, 256, 256, 384]
+    assert metrics["steps"] == 512
+    assert [session["steps"] for session in metrics["sessions"]] == [256, 256]
+    assert [entry["steps"] for entry in metrics["validation"]] == [0, 256, 256, 512]
     assert same(final, weights(Path(a, "checkpoints", "steps_000000000256.zip")))
     assert not same(final, weights(Path(a, "final.zip")))
     assert len(list(Path(a, "tensorboard").iterdir())) == 2
@@ -72,10 +72,10 @@ def test_train_resume_and_same_seed(tmp_path: Path, capsys: pytest.CaptureFixtur
     from sb3_contrib import MaskablePPO
 
     model = MaskablePPO.load(Path(a, "final.zip"), device="cpu")
-    assert model.num_timesteps == 384
+    assert model.num_timesteps == 512
     moments = model.policy.optimizer.state_dict()["state"]
-    # 2 minibatches in each of 3 epochs of 3 rollouts, unless the KL stops the epochs
-    assert 6 < moments[0]["step"] <= 18
+    # 2 minibatches of the first of two rollouts, before and after: the last one waits for the next
+    assert moments[0]["step"] == 4
     make_policy(a).reset(1, 0)
 
 
@@ -130,6 +130,8 @@ def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "--steps 0" in error_of(["--steps", "0"], capsys)
     assert "--steps -5" in error_of(["--steps", "-5"], capsys)
     assert "--load" in error_of(["--load", "2,1"], capsys)
+    assert "--group 3" in error_of(["--group", "3"], capsys)
+    assert "--learn 'all'" in error_of(["--learn", "all"], capsys)
     assert "--gamma 1.5" in error_of(["--gamma", "1.5"], capsys)
     assert "--lr nan" in error_of(["--lr", "nan"], capsys)
     assert "--part 'future'" in error_of(["--part", "future"], capsys)

@@ -1,10 +1,7 @@
-"""MaskablePPO of sb3-contrib with the set scorer, on windows of a trace.
+"""MaskablePPO of sb3-contrib with the set scorer, on windows of traces: the run.
 
-A window of requests is treated as a piece of an endless stream: it is cut off, not ended, and the
-value of what comes after is bootstrapped. Otherwise the critic, which sees no clock, would be wrong
-by a whole horizon of requests near every end. Rewards are counted from a typical goodput and
-scaled, so that values are a few units: a constant per step changes nothing about which policy is
-best in an endless stream.
+What is of the problem is in `trainers.stream` (which requests), `trainers.credit` (what a decision brought) and
+`trainers.learner` (gathering and learning).
 """
 
 from __future__ import annotations
@@ -16,32 +13,29 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-import numpy as np
 import torch
-from sb3_contrib import MaskablePPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 from stable_baselines3.common.utils import LinearSchedule
 
 from envs.cluster_env import Episodes
-from envs.sb3 import ClusterVecEnv
 from envs.spec import ClusterSpec
 from policies.networks import SetPolicy
 from policies.policy import PolicyError
-from policies.run_folder import checkpoint_file, last_checkpoint
+from policies.registry import gate_of
+from policies.run_folder import checkpoint_file, last_checkpoint, load_run_weights
+from policies.trainers.learner import BASELINE, REWARD_SCALE, Credit, CreditedPPO, Rollouts
 from policies.trainers.progress import Progress
-from policies.trainers.record import OUTCOMES, Record
-from policies.trainers.workload import Workload
-
-BASELINE = 0.8  # good requests per step that count as reward 0
-REWARD_SCALE = 0.02
+from policies.trainers.record import Record
+from policies.trainers.stream import RequestStream
+from policies.trainers.workload import Workload, at_one_load
 
 
 class Options(Protocol):
     """The options of `train.py` that this trainer reads."""
 
     @property
-    def part(self) -> str: ...
+    def base(self) -> str: ...
     @property
     def steps(self) -> int: ...
     @property
@@ -63,6 +57,28 @@ class Options(Protocol):
     @property
     def gae_lambda(self) -> float: ...
     @property
+    def horizon_s(self) -> float: ...
+    @property
+    def own_credit(self) -> bool: ...
+    @property
+    def group(self) -> int: ...
+    @property
+    def anchor_kl(self) -> float: ...
+    @property
+    def temperature(self) -> float: ...
+    @property
+    def learn(self) -> str: ...
+    @property
+    def init(self) -> str: ...
+    @property
+    def widen(self) -> float: ...
+    @property
+    def prefill_up(self) -> str: ...
+    @property
+    def decode_up(self) -> str: ...
+    @property
+    def hardware(self) -> str: ...
+    @property
     def ent(self) -> float: ...
     @property
     def n_steps(self) -> int: ...
@@ -80,55 +96,6 @@ class Options(Protocol):
     def device(self) -> str: ...
 
 
-class RequestStream(ClusterVecEnv):
-    """`ClusterVecEnv` whose windows are pieces of an endless stream (see the module's docstring).
-
-    The first window of every cluster has another length: they do not all start over at once.
-    Requests that settle are counted by outcome, until `take_counts`.
-    """
-
-    def reset(self) -> dict[str, np.ndarray]:  # type: ignore[override]
-        window = self._clusters.window
-        self._cuts = np.arange(1, self.num_envs + 1) * window // self.num_envs
-        self._clock = 0
-        self._counts = np.zeros(5)
-        self._tables = super().reset()
-        return self._tables
-
-    def step_wait(self) -> Any:
-        last = self._tables
-        before = self._clusters.settled.copy()
-        tables, rewards, done, infos = super().step_wait()
-        settled = self._clusters.settled.copy()
-        for c in np.flatnonzero(done):
-            settled[c, :4] = [infos[c]["episode"][name] for name in OUTCOMES]
-        self._counts += (settled - before).sum(0)
-        rewards = ((rewards - BASELINE) * REWARD_SCALE).astype(np.float32)
-        # What was still open there is settled at once: left to the value of the state before.
-        rewards[done] = 0.0
-
-        self._clock += 1
-        cut = np.flatnonzero((self._cuts == self._clock) & ~done)
-        for c in cut:
-            self._clusters.start(int(c), self._rngs[c])
-            self._returns[c] = self._lengths[c] = 0
-        if len(cut):
-            rewards[cut] = 0.0
-            done[cut] = True
-            tables = self._clusters.tables()
-        for c in np.flatnonzero(done):
-            infos[c]["terminal_observation"] = {name: table[c] for name, table in last.items()}
-            infos[c]["TimeLimit.truncated"] = True
-        self._tables = tables
-        return tables, rewards, done, infos
-
-    def take_counts(self) -> dict[str, float]:
-        """Requests settled since the last call, by outcome."""
-        counts = dict(zip(OUTCOMES, self._counts.tolist(), strict=False))
-        self._counts = np.zeros(5)
-        return counts
-
-
 class RunCallback(BaseCallback):
     """Keeps the run folder while MaskablePPO learns: scalars, checkpoints, the best, the bar."""
 
@@ -137,7 +104,6 @@ class RunCallback(BaseCallback):
         self.options = options
         self.record = record
         self.stopped = False
-        self.env_s = 0.0
         self.checkpoint_at = 0
         self.show: Callable[[int, str], None] = lambda steps, text: None
 
@@ -162,7 +128,7 @@ class RunCallback(BaseCallback):
             return
         trained = self.model.policy
         assert isinstance(trained, SetPolicy)
-        score = self.record.evaluate(steps, trained.scorer, str(self.model.device), self.save)
+        score = self.record.evaluate(steps, trained.scorer, self.save)
         self.logger.record("validation/goodput", score)
 
     def _on_training_start(self) -> None:
@@ -171,6 +137,7 @@ class RunCallback(BaseCallback):
         self.checkpoint_at = self.model.num_timesteps
 
     def _on_rollout_start(self) -> None:
+        self.training_env.progress = 1.0 - self.model._current_progress_remaining  # type: ignore[attr-defined]
         steps = self.model.num_timesteps
         evaluated_at = self.record.evaluated_at
         if evaluated_at < 0 or steps - evaluated_at >= self.options.eval_every:
@@ -182,13 +149,13 @@ class RunCallback(BaseCallback):
         return not self.stopped
 
     def _on_rollout_end(self) -> None:
-        stream = self.training_env
-        counts = stream.take_counts()  # type: ignore[attr-defined]
+        counts = self.training_env.take_counts()  # type: ignore[attr-defined]
         settled = max(1.0, sum(counts.values()))
         shares = {name: count / settled for name, count in counts.items()}
         seconds = time.perf_counter() - self.started - self.record.eval_s
         fps = (self.num_timesteps - self.first_step) / max(1e-9, seconds)
-        rewards = self.model.rollout_buffer.rewards  # type: ignore[attr-defined]
+        buffer: Any = self.model.rollout_buffer  # type: ignore[attr-defined]
+        rewards = buffer.rewards[buffer.rows :]
         reward = float(rewards.mean()) / REWARD_SCALE + BASELINE
         for name, share in shares.items():
             self.logger.record(f"rollout/{'goodput' if name == 'good' else name}", share)
@@ -197,8 +164,7 @@ class RunCallback(BaseCallback):
         rejected = shares["rejected_at_arrival"] + shares["rejected_at_decode"]
         self.show(
             self.num_timesteps,
-            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  "
-            f"{fps:,.0f} steps/s",
+            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  {fps:,.0f} steps/s",
         )
 
 
@@ -209,13 +175,12 @@ def torch_device(name: str) -> str:
     return "cuda" if name != "cpu" and torch.cuda.is_available() else "cpu"
 
 
-def _model(options: Options, stream: RequestStream, from_file: Path | None) -> MaskablePPO:
+def _model(options: Options, stream: RequestStream, from_file: Path | None) -> CreditedPPO:
     """A new model, or one that goes on from a checkpoint with the present options."""
     device = torch_device(options.device)
-    rollout = min(options.n_steps, -(-options.steps // options.envs))
     settings: dict[str, Any] = {
         "learning_rate": LinearSchedule(options.lr, options.lr * 0.05, 1.0),
-        "n_steps": max(2, rollout),
+        "n_steps": _rollout(options),
         "batch_size": options.minibatch,
         "n_epochs": options.epochs,
         "gamma": options.gamma,
@@ -223,29 +188,54 @@ def _model(options: Options, stream: RequestStream, from_file: Path | None) -> M
         "clip_range": options.clip,
         "ent_coef": options.ent,
         "target_kl": options.target_kl or None,
+        "rollout_buffer_class": Rollouts,
+        "policy_kwargs": {"hidden": options.hidden, "temperature": options.temperature, "learn": options.learn},
     }
     if from_file is None:
-        return MaskablePPO(
-            SetPolicy,
-            stream,
-            seed=options.seed,
-            device=device,
-            policy_kwargs={"hidden": options.hidden},
-            **settings,
-        )
-    try:
-        model = MaskablePPO.load(
-            from_file,
-            env=stream,
-            device=device,
-            custom_objects={**settings, "n_envs": stream.num_envs},
-        )
-    except (ValueError, RuntimeError, KeyError, OSError, AssertionError) as error:
-        raise PolicyError(
-            f"{from_file}: cannot go on from it: {' '.join(str(error).split())}"
-        ) from None
-    model.set_random_seed(options.seed + model.num_timesteps)
+        model = CreditedPPO(SetPolicy, stream, seed=options.seed, device=device, **settings)
+        trained: Any = model.policy
+        if options.base:
+            trained.scorer.gate.copy_(torch.from_numpy(gate_of(options.base)))
+        if options.init:
+            trained.scorer.load_state_dict(load_run_weights(Path(options.init), options.hidden).state_dict())
+    else:
+        try:
+            model = CreditedPPO.load(
+                from_file,
+                env=stream,
+                device=device,
+                custom_objects={**settings, "n_envs": stream.num_envs},
+            )
+        except (ValueError, RuntimeError, KeyError, OSError) as error:
+            raise PolicyError(f"{from_file}: cannot go on from it: {' '.join(str(error).split())}") from None
+        model.set_random_seed(options.seed + model.num_timesteps)
+    model.credit = Credit(options.gamma, options.gae_lambda, options.horizon_s, options.own_credit, options.group)
+    model.anchor_kl = options.anchor_kl
     return model
+
+
+def _rollout(options: Options) -> int:
+    """Decisions per cluster and rollout."""
+    return max(2, min(options.n_steps, -(-options.steps // options.envs)))
+
+
+def episodes(options: Options, load: tuple[float, float]) -> Episodes:
+    """What windows and clusters are drawn from.
+
+    Raises:
+        PolicyError: ranges that cannot be.
+    """
+    try:
+        drawn: dict[str, Any] = {
+            name: tuple(map(int, text.split(",")))
+            for name, text in (("prefill_up", options.prefill_up), ("decode_up", options.decode_up))
+            if text
+        }
+        if options.hardware:
+            drawn["hardware"] = tuple(map(float, options.hardware.split(",")))
+        return Episodes(options.episode_requests, load, **drawn)
+    except ValueError as error:
+        raise PolicyError(f"--prefill-up, --decode-up or --hardware: {error}") from None
 
 
 def train(
@@ -260,55 +250,45 @@ def train(
     Raises:
         PolicyError: the folder cannot be resumed, or the device is not there.
     """
-    if len(workloads) != 1:
-        raise PolicyError("--algo ppo takes one trace")
-    trace, load = workloads[0].trace, workloads[0].load
     if options.device != "cuda":
-        torch.set_num_threads(
-            1
-        )  # two threads gain little and lose much as soon as the cores are shared
+        torch.set_num_threads(1)  # two threads gain little and lose much as soon as the cores are shared
+    traces, load = at_one_load(workloads)
     stream = RequestStream(
         options.envs,
         spec,
-        trace,
-        options.part,
-        Episodes(requests=options.episode_requests, load=load),
+        traces,
+        workloads[0].part,
+        episodes(options, load),
+        group=options.group,
+        remember=2 * _rollout(options),
+        widen=options.widen,
     )
     from_file = last_checkpoint(folder) if resume else None
     model = _model(options, stream, from_file)
     if model.num_timesteps >= options.steps:
-        raise PolicyError(
-            f"{folder} has {model.num_timesteps:,} steps already: give --steps above that"
-        )
+        raise PolicyError(f"{folder} has {model.num_timesteps:,} steps already: give --steps above that")
     if from_file is not None and from_file.name == "final.zip":
         from_file.replace(checkpoint_file(folder, model.num_timesteps))
     model.set_logger(configure(str(folder / "tensorboard"), ["tensorboard"]))
-    record = Record(folder, spec, trace, options.part, load, options.eval_requests)
+    record = Record(folder, spec, workloads, options.eval_requests)
     callback = RunCallback(options, record)
     callback.init_callback(model)
     if from_file is None:
         callback.checkpoint()
     stream.reset()  # compiles, while Ctrl-C still interrupts at once
-    stream = _timed(stream, callback)
-    before = {
-        number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    before = {number: signal.signal(number, callback.stop) for number in (signal.SIGINT, signal.SIGTERM)}
     started = time.perf_counter()
     try:
         with Progress(options.steps, model.num_timesteps) as progress:
             callback.show = progress.show
-            model.learn(
-                options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False
-            )
-    except (
-        KeyboardInterrupt
-    ):  # the second signal: what the last update left behind may be half of one
+            model.learn(options.steps - model.num_timesteps, callback=callback, reset_num_timesteps=False)
+    except KeyboardInterrupt:  # the second signal: what the last update left behind may be half of one
         return False
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     seconds = time.perf_counter() - started
-    record.end_session(model.num_timesteps - callback.first_step, seconds, callback.env_s)
+    record.end_session(model.num_timesteps - callback.first_step, seconds, model.environment_s)
     if callback.stopped:
         callback.checkpoint()
         record.write(model.num_timesteps)
@@ -318,17 +298,3 @@ def train(
     callback.save(folder / "final.zip")
     record.write(model.num_timesteps)
     return True
-
-
-def _timed(stream: RequestStream, callback: RunCallback) -> RequestStream:
-    """Have the callback know how long the environment took."""
-    step_wait = stream.step_wait
-
-    def timed() -> Any:
-        started = time.perf_counter()
-        result = step_wait()
-        callback.env_s += time.perf_counter() - started
-        return result
-
-    stream.step_wait = timed  # type: ignore[method-assign]
-    return stream

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,13 +12,15 @@ import numpy as np
 
 from envs.spec import ClusterSpec
 from policies.policy import PolicyError
-from policies.run_folder import NetworkPolicy, write_atomically
+from policies.registry import compiled_policy
+from policies.run_folder import write_atomically
 from policies.trainers.validation import goodput
-from traces import Trace
+from policies.trainers.workload import Workload
 
 if TYPE_CHECKING:
     from policies.networks import SetScorer
 
+VALIDATED = 3  # loads of the validation
 OUTCOMES = ("good", "violated", "rejected_at_arrival", "rejected_at_decode")
 
 
@@ -27,9 +29,7 @@ class Record:
 
     Args:
         folder: the run folder. spec: the cluster.
-        trace: a whole trace. Policies are compared on its validation part; where that has no
-            requests, on the part they are trained on, `part`.
-        load: range of arrival speeds; validation takes the lowest, the middle and the highest.
+        workloads: policies are compared on their validation parts, at the lowest, the middle and the highest load.
         requests: per window of the validation.
 
     Raises:
@@ -40,33 +40,31 @@ class Record:
         self,
         folder: Path,
         spec: ClusterSpec,
-        trace: Trace,
-        part: str,
-        load: tuple[float, float],
+        workloads: Sequence[Workload],
         requests: int,
     ) -> None:
         self.folder = folder
         self.spec = spec
-        self.validation = trace.split().validation
-        if self.validation.n_requests == 0:
-            self.validation = trace if part == "all" else getattr(trace.split(), part)
-        self.loads = sorted({load[0], (load[0] + load[1]) / 2, load[1]})
+        self.workloads = workloads
         self.requests = requests
         self.metrics = _read_metrics(folder)
         self.eval_s = 0.0
         self.evaluated_at = -1
 
-    def evaluate(
-        self, steps: int, scorer: SetScorer, device: str, save: Callable[[Path], None]
-    ) -> float:
+    def evaluate(self, steps: int, scorer: SetScorer, save: Callable[[Path], None]) -> float:
         """Goodput on the validation part after `steps` steps; has `best.zip` saved if it is the best so far."""
         self.evaluated_at = steps
         started = time.perf_counter()
-        policy = NetworkPolicy(scorer, "present", self.spec.decode_recheck, device)
-        scores = goodput(policy, self.spec, self.validation, self.loads, self.requests)
-        score = float(np.mean(scores))
-        by_load = dict(zip(map(str, self.loads), scores, strict=True))
-        self.metrics["validation"].append({"steps": steps, "goodput": score, "by_load": by_load})
+        policy = compiled_policy(scorer, "present", self.spec.decode_recheck)
+        by_trace = {
+            workload.trace.name: goodput(
+                policy, self.spec, workload.validation, workload.loads(VALIDATED), self.requests
+            )
+            for workload in self.workloads
+        }
+        score = float(np.mean([np.mean(scores) for scores in by_trace.values()]))
+        loads = {workload.trace.name: workload.loads(VALIDATED) for workload in self.workloads}
+        self.metrics["validation"].append({"steps": steps, "goodput": score, "by_trace": by_trace, "loads": loads})
         best, file = self.metrics.get("best"), self.folder / "best.zip"
         if best is None or score > best["goodput"] or not file.is_file():
             self.metrics["best"] = {"steps": steps, "goodput": score}

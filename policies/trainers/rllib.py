@@ -51,7 +51,8 @@ from policies.networks import Scaled, SetCritic, SetScorer, clean, scale
 from policies.policy import PolicyError
 from policies.run_folder import checkpoint_file, last_checkpoint, load_training, save_weights
 from policies.trainers import ppo
-from policies.trainers.ppo import BASELINE, REWARD_SCALE, torch_device
+from policies.trainers.learner import BASELINE, REWARD_SCALE
+from policies.trainers.ppo import torch_device
 from policies.trainers.progress import Progress
 from policies.trainers.record import OUTCOMES, Record
 from policies.trainers.workload import Workload
@@ -333,8 +334,7 @@ class Run:
 
     def evaluate(self) -> None:
         if self.record.evaluated_at != self.steps:
-            device = str(self.learner.device)
-            score = self.record.evaluate(self.steps, self.module.scorer, device, self.save)
+            score = self.record.evaluate(self.steps, self.module.scorer, self.save)
             self.scalars.add_scalar("validation/goodput", score, self.steps)
 
     def iterate(self, progress: Progress) -> None:
@@ -402,11 +402,10 @@ def _itself(learner: Learner) -> Learner:
 
 
 def _algorithm(
-    options: Options, spec: ClusterSpec, trace: Trace, load: tuple[float, float], done: int
+    options: Options, spec: ClusterSpec, workload: Workload, done: int
 ) -> Algorithm:
     """RLlib's PPO with the present options, after `done` steps."""
-    part = trace if options.part == "all" else getattr(trace.split(), options.part)
-    episodes = Episodes(requests=options.episode_requests, load=load)
+    part, episodes = workload.train, Episodes(requests=options.episode_requests, load=workload.load)
 
     def make(settings: Mapping[str, Any]) -> RequestStreams:
         return RequestStreams(settings["num_envs"], spec, part, "all", episodes)
@@ -469,7 +468,6 @@ def train(
     """
     if len(workloads) != 1:
         raise PolicyError("--algo rllib takes one trace")
-    trace, load = workloads[0].trace, workloads[0].load
     torch_device(options.device)
     if options.device != "cuda":
         torch.set_num_threads(1)  # as in `ppo.train`
@@ -483,9 +481,9 @@ def train(
         raise PolicyError(f"{folder} has {done:,} steps already: give --steps above that")
     if from_file is not None and from_file.name == "final.zip":
         from_file.replace(checkpoint_file(folder, done))
-    record = Record(folder, spec, trace, options.part, load, options.eval_requests)
+    record = Record(folder, spec, workloads, options.eval_requests)
     with connected(options.ray, options.env_runners):
-        algorithm = _algorithm(options, spec, trace, load, done)
+        algorithm = _algorithm(options, spec, workloads[0], done)
         try:
             return _learn(Run(options, record, algorithm, checkpoint))
         finally:

@@ -36,7 +36,7 @@ from envs.state import Observation
 from policies.clairvoyant import CANDIDATES, candidates
 from policies.networks import SetScorer
 from policies.policy import PolicyError
-from policies.registry import CompiledPolicy, compiled_policy, make_policy
+from policies.registry import CompiledPolicy, compiled_policy, gate_of
 from policies.run_folder import (
     action_masks,
     checkpoint_file,
@@ -233,9 +233,7 @@ class Run:
     """One training: its folder, its workloads, and what has been found so far."""
 
     def __init__(self, options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload]) -> None:
-        if options.base.partition("+")[0].partition(":")[0] != "prior":
-            raise PolicyError(f"--base {options.base}: expected prior[:option=value,...], which the network adds to")
-        make_policy(options.base)
+        gate_of(options.base)
         self.options, self.folder, self.spec, self.workloads = options, folder, spec, workloads
         self.metrics: dict[str, Any] = {"steps": 0, "validation": []}
         self.stops = 0
@@ -272,11 +270,9 @@ class Run:
 
     def new_scorer(self, prior: str) -> SetScorer:
         """Untrained: decides as the prior."""
-        policy = make_policy(prior)
-        assert isinstance(policy, CompiledPolicy)
         torch.manual_seed(self.options.seed)
         scorer = SetScorer(self.options.hidden, anchored=True)
-        scorer.gate.copy_(torch.from_numpy(policy.router_values))
+        scorer.gate.copy_(torch.from_numpy(gate_of(prior)))
         return scorer.eval()
 
     def goodputs(self, scorer: SetScorer) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ from policies.trainers.workload import Workload
 from train import Options, parse_range, write_config
 
 SMALL = Options(
-    cluster="2p2d", steps=256, envs=4, episode_requests=100, n_steps=32, minibatch=64, hidden=8,
+    cluster="2p2d", steps=256, envs=4, episode_requests=100, n_steps=32, minibatch=64, hidden=8, group=2,
     eval_requests=200, checkpoint_every=128, device="cpu",
 )  # fmt: skip
 
