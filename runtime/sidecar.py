@@ -259,6 +259,7 @@ class Sidecar:
         self._follow_workers(cursors)
         conductor.on_made.append(self._made)
         conductor.on_ended.append(self._ended)
+        conductor.later = asyncio.get_running_loop().call_soon
         self._pull_metrics()
         await self._serve_grpc()
         await self._serve_http()
@@ -711,7 +712,7 @@ class Sidecar:
             len(request.tokens) if request.tokens is not None else request.input_tokens,
             action=made.action,
             block_ids=made.hashes,
-            expected_output_tokens=float(state.clock["expected_output_tokens"]),
+            expected_output_tokens=made.expected_output_tokens,
             tenant=request.tenant,
             policy=answer.policy,
             fell_back=answer.fell_back,
