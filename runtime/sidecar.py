@@ -43,7 +43,8 @@ from .workers import LiveCluster, Role, Worker, load_live_cluster, resized
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.05  # leases end, and predicted steps are taken, at least this often
+TICK_S = 0.05  # leases end, and predicted steps are taken, at least this often;
+BUSY_TICK_S = 0.004  # while requests are in flight, so that the next one finds little left to do
 WATCH_S = 1.0
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].full_name
 
@@ -566,7 +567,7 @@ class Sidecar:
     async def _tick(self) -> None:
         """Leases end and predictions come due even while no request comes."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(BUSY_TICK_S if self.conductor.state.flying else TICK_S)
             if self.conductor.clock.external:
                 continue
             try:
