@@ -74,6 +74,7 @@ class Made:
     seconds: float  # it took
     hashes: NDArray[np.uint64]
     reservation: Reservation | None
+    expected_output_tokens: float  # of a request, at the time
     shadow_action: int | None = None  # None where the shadow policy failed, or there is none
 
 
@@ -144,6 +145,8 @@ class Conductor:
         self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant of the workers' KV events
         self.on_made: list[Callable[[Made], None]] = []
         self.on_ended: list[Callable[[Reservation], None]] = []
+        self.later: Callable[[Callable[[], None]], object] | None = None  # who runs `tell` once an answer is on its way
+        self._untold: Made | None = None
         self._random = random.Random(seed)
         self._pairs = np.full((FALLBACKS, 2), -1, np.int64)
         self._explained: OrderedDict[str, Explained] = OrderedDict()
@@ -159,17 +162,20 @@ class Conductor:
             RequestError: the request cannot be; the message names the field.
         """
         started = time.perf_counter()
+        self.tell()
         state = self.state
         now_s = self.clock.now(request.arrival_s)
         state.advance(now_s)
         input_tokens = self._checked(request)
+        expected = float(state.clock["expected_output_tokens"])
         candidates = self._candidates(request)
         refusal = self._refusal(request, input_tokens, candidates)
         if refusal is not None:
             hashes = request.hashes if request.hashes is not None else NO_HASHES
             if request.tokens is not None:
                 hashes = state.index.find_tokens(request.tokens, self._namespace(request))[1]
-            self._tell(Made(request, refusal, None, 0, 1.0, now_s, time.perf_counter() - started, hashes, None))
+            seconds = time.perf_counter() - started
+            self._tell(Made(request, refusal, None, 0, 1.0, now_s, seconds, hashes, None, expected))
             return refusal
         by_priority, by_share = self.shares.headroom(request.tenant, request.priority, now_s)
         headroom = by_priority * by_share
@@ -209,16 +215,25 @@ class Conductor:
                 answer.reused_tokens = reservation.reused_tokens
                 answer.source = reservation.source
                 if request.tenant:
-                    expected = float(state.clock["expected_output_tokens"])
                     self.shares.charge(request.tenant, input_tokens, expected, now_s)
         answer.policy, answer.fell_back = guard.name, fell_back
-        made = Made(request, answer, observation, action, probability, now_s, 0.0, hashes, reservation)
+        made = Made(request, answer, observation, action, probability, now_s, 0.0, hashes, reservation, expected)
         if self.shadow is not None:
             made.shadow_action = self._alone(self.shadow, observation)
-        self._keep(request.request_id, observation, answer, action)
         made.seconds = time.perf_counter() - started
-        self._tell(made)
+        self._untold = made
+        if self.later is None:
+            self.tell()
+        else:
+            self.later(self.tell)
         return answer
+
+    def tell(self) -> None:
+        """Keep the last decision for `explain`, and tell those who listen; at the latest when its observation goes."""
+        made, self._untold = self._untold, None
+        if made is not None:
+            self._keep(made)
+            self._tell(made)
 
     def _tell(self, made: Made) -> None:
         """Those who listen; what goes wrong with them is not the request's affair."""
@@ -465,6 +480,7 @@ class Conductor:
         )
 
     def _ended(self, reservation: Reservation) -> None:
+        self.tell()
         for listener in self.on_ended:
             try:
                 listener(reservation)
@@ -473,14 +489,15 @@ class Conductor:
 
     # --- explaining --------------------------------------------------------------------------------------------------
 
-    def _keep(self, request_id: str, observation: Observation, answer: Assignment | Rejection, action: int) -> None:
+    def _keep(self, made: Made) -> None:
         data = self.state.observer.observation_bytes()
-        self._explained[request_id] = Explained(data, self.state.cluster, answer, action)
+        self._explained[made.request.request_id] = Explained(data, self.state.cluster, made.answer, made.action)
         if len(self._explained) > min(4096, EXPLANATION_BYTES // len(data)):
             self._explained.popitem(last=False)
 
     def explained(self, request_id: str) -> Explained | None:
         """What a recent decision was based on."""
+        self.tell()
         return self._explained.get(request_id)
 
     # --- changing while serving --------------------------------------------------------------------------------------
@@ -528,6 +545,7 @@ class Conductor:
             ValueError: it cannot follow the present one.
         """
         self.catch_up()
+        self.tell()
         self.state.change_cluster(cluster)
         for role in ("policy", "fallback", "shadow", "canary"):
             guard = getattr(self, role)

@@ -40,7 +40,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, Protocol
 
 import grpc
@@ -118,7 +118,7 @@ class Options:
         observe_responses: keep streams open for the response, to report what became of requests. Envoy must be
             configured to send response headers. Costs a message for every chunk of a response that is sent.
         response_bodies: of observed responses, look at the bodies too, where Envoy is configured to send them. Else
-            it is asked to send the headers only (see `_Stream.ask_for_less`), and the end of a response is unknown.
+            it is asked to send the headers only (see `_Stream.wish_for_less`), and the end of a response is unknown.
         fallbacks: how many further endpoints may follow the first. 0, as an ORIGINAL_DST cluster of Envoy takes one
             address and answers 503 to a list; deploy/envoy.yaml has a cluster that takes lists.
         max_body_bytes: larger request bodies are answered with 413.
@@ -186,8 +186,7 @@ class ExternalProcessor:
         """One stream; returns its last message. Whatever goes wrong on it stays on it."""
         self.streams_open += 1
         try:
-            last = await _Stream(self, context).run()
-            return last.SerializeToString()
+            return await _Stream(self, context).run()
         except _ProtocolError as error:
             self.protocol_errors += 1
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
@@ -226,10 +225,10 @@ class _Stream:
         self.reservation = ""  # its id at the scheduler: the request's, where that was free
         self.reserved = False  # and the answer has not been sent
         self.responded = False  # the response came before the request had ended
-        self.last: Any = None  # message of the stream, to be sent with its end
+        self.last: bytes | None = None  # message of the stream, to be sent with its end
         self.since = time.perf_counter()
 
-    async def run(self) -> Any:
+    async def run(self) -> bytes:
         """The stream's last message."""
         message = await self.read()
         kind = message.WhichOneof("request")
@@ -287,9 +286,7 @@ class _Stream:
             if trailers:
                 await self.end(_continue("request_trailers"))
         elif self.mode in (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL):
-            first = _continue("request_headers")
-            self.ask_for_less(first)
-            await self.write(first)
+            await self.write(_continue("request_headers") + self.wish_for_less())
             self.scheduler.catch_up()
             message = await self.read()
             kind = message.WhichOneof("request")
@@ -314,7 +311,7 @@ class _Stream:
         self.last = _continue("response_headers")
         self.processor.outcomes["cancelled"] += 1
 
-    async def end(self, message: Any) -> None:
+    async def end(self, message: bytes) -> None:
         """Send the last message of the answer to a request.
 
         Where the response is not observed, it is the last of the stream too. It then leaves together with the stream's
@@ -401,7 +398,8 @@ class _Stream:
             streamed = message.request_body.response.body_mutation.streamed_response
             streamed.body = body if size <= CHUNK_BYTES else body[start:stop]
             streamed.end_of_stream = end and stop >= size
-            await (self.end(message) if streamed.end_of_stream else self.write(message))
+            data = message.SerializeToString()
+            await (self.end(data) if streamed.end_of_stream else self.write(data))
 
     async def echo_request(self) -> None:
         """Let the chunks of a STREAMED body through."""
@@ -424,7 +422,7 @@ class _Stream:
 
     # ---- decision ----
 
-    def decision(self, path: str, body: bytes, whole: bool, kind: str) -> Any:
+    def decision(self, path: str, body: bytes, whole: bool, kind: str) -> bytes:
         """The message that says where a request with this body goes."""
         if not openai_body.is_inference(path):
             return self.passed(kind)
@@ -493,7 +491,7 @@ class _Stream:
             raise _Drop(400, f"x-request-priority: expected an integer of 32 bits, found {text[:40]!r}")
         return value
 
-    def decided(self, kind: str, request: Request) -> Any:
+    def decided(self, kind: str, request: Request) -> bytes:
         """The message that says where the scheduler sends a request."""
         if self.candidates is not None and not self.candidates:
             raise _Drop(503, "the subset of endpoints to choose from is empty", Reason.NO_ENDPOINTS)
@@ -534,39 +532,43 @@ class _Stream:
             _log.exception("request %s could not be scheduled", self.request_id)
             raise _Drop(500, "the scheduler has failed") from None
 
-    def passed(self, kind: str) -> Any:
+    def passed(self, kind: str) -> bytes:
         """The message that sends a request without a prompt to any worker."""
         worker = self.scheduler.any_decode(self.candidates)
         if worker is None:
             raise _Drop(503, "no endpoint is available", Reason.NO_ENDPOINTS)
         return self.routing(kind, worker.address, [])
 
-    def routing(self, kind: str, places: str, further: list[tuple[str, str]]) -> Any:
-        message = ext_proc.ProcessingResponse.FromString(_routed(kind, places, tuple(further)))
-        mutation = getattr(message, kind).response.header_mutation
-        if self.headers.get(REQUEST_ID) != self.request_id:
-            _set(mutation, REQUEST_ID, self.request_id)
-        kept = {DESTINATION, *(name for name, _ in further)}
-        for name in self.headers:
-            if name.startswith(CONTROL_HEADERS) and name not in kept:
-                mutation.remove_headers.append(name)
-        if kind == "request_headers":
-            self.ask_for_less(message)
-        return message
+    def routing(self, kind: str, places: str, further: list[tuple[str, str]]) -> bytes:
+        """The message that sends the request somewhere. What is appended to a serialised message is merged into it."""
+        routed = _routed(kind, places, tuple(further))
+        kept = (DESTINATION, *(name for name, _ in further))
+        forged = [name for name in self.headers if name.startswith(CONTROL_HEADERS) and name not in kept]
+        named = self.headers.get(REQUEST_ID) == self.request_id
+        if forged or not named:
+            message = ext_proc.ProcessingResponse()
+            mutation = getattr(message, kind).response.header_mutation
+            mutation.remove_headers.extend(forged)
+            if not named:
+                _set(mutation, REQUEST_ID, self.request_id)
+            routed += message.SerializeToString()
+        return routed + self.wish_for_less() if kind == "request_headers" else routed
 
-    def ask_for_less(self, message: Any) -> None:
-        """In answer to request headers: of the response, only the headers are wanted.
+    def wish_for_less(self) -> bytes:
+        """To be appended to the answer to request headers: of the response, only the headers are wanted.
 
         Envoy (1.40) heeds it only while it waits for this answer, which it never does with FULL_DUPLEX_STREAMED. There
         its own configuration must say response_body_mode NONE, or bodies come and are let through.
         """
         wanted = self.options.observe_responses and not self.options.response_bodies
         if not wanted or self.mode == _MODE.FULL_DUPLEX_STREAMED:
-            return
+            return b""
+        message = ext_proc.ProcessingResponse()
         message.mode_override.request_body_mode = self.mode
         message.mode_override.response_header_mode = _MODE.SEND
         message.mode_override.response_body_mode = _MODE.NONE
         message.mode_override.response_trailer_mode = _MODE.SKIP
+        return bytes(message.SerializeToString())
 
     # ---- messages ----
 
@@ -583,14 +585,14 @@ class _Stream:
             raise _ProtocolError("not a ProcessingRequest")
         return message
 
-    async def write(self, message: Any) -> None:
-        """Send a message.
+    async def write(self, message: bytes) -> None:
+        """Send a serialised message.
 
         Raises:
             _Gone: the other side has ended the stream.
         """
         try:
-            await self.context.write(message.SerializeToString())
+            await self.context.write(message)
         except (grpc.aio.BaseError, asyncio.InvalidStateError) as error:
             raise _Gone from error
 
@@ -608,7 +610,7 @@ class _Response:
         self.refused = False
         self.ended = False
 
-    async def run(self) -> Any:
+    async def run(self) -> bytes:
         """The last message."""
         try:
             while True:
@@ -619,7 +621,7 @@ class _Response:
         finally:
             self.report()
 
-    def answer(self, message: Any) -> Any:
+    def answer(self, message: Any) -> bytes:
         kind = message.WhichOneof("request")
         if kind == "response_headers":
             if self.seen:
@@ -632,12 +634,13 @@ class _Response:
             chunk = message.response_body.body
             self.look(chunk)
             self.ended = message.response_body.end_of_stream
-            answer = _continue(kind)
             if self.stream.response_mode == _MODE.FULL_DUPLEX_STREAMED:
+                answer = ext_proc.ProcessingResponse()
                 streamed = answer.response_body.response.body_mutation.streamed_response
                 streamed.body = chunk
                 streamed.end_of_stream = self.ended
-            return answer
+                return bytes(answer.SerializeToString())
+            return _continue(kind)
         elif kind == "response_trailers":
             self.ended = True
             return _continue(kind)
@@ -698,7 +701,7 @@ def _served(message: Any) -> str:
 
 @lru_cache(4096)
 def _routed(kind: str, places: str, further: tuple[tuple[str, str], ...]) -> bytes:
-    """A serialised message that sends a request somewhere; to read it takes a fraction of making it."""
+    """A serialised message that sends a request somewhere."""
     message = ext_proc.ProcessingResponse()
     common = getattr(message, kind).response
     common.clear_route_cache = True
@@ -716,18 +719,19 @@ def _set(mutation: Any, name: str, value: str) -> None:
     option.append_action = _OVERWRITE
 
 
-def _continue(kind: str) -> Any:
+@cache
+def _continue(kind: str) -> bytes:
     """Go on, nothing changes."""
     message = ext_proc.ProcessingResponse()
     getattr(message, kind).SetInParent()
-    return message
+    return bytes(message.SerializeToString())
 
 
 _ERROR_CODES = {413: "body_too_large", 500: "internal"}
 _ERROR_TYPES = {429: "rate_limit_error", 500: "internal_error", 503: "service_unavailable"}
 
 
-def _immediate(drop: _Drop, request_id: str) -> Any:
+def _immediate(drop: _Drop, request_id: str) -> bytes:
     message = ext_proc.ProcessingResponse()
     answer = message.immediate_response
     answer.status.code = drop.status
@@ -743,7 +747,7 @@ def _immediate(drop: _Drop, request_id: str) -> Any:
     if drop.status == 429 or drop.retry_after_s > 0:
         after = drop.retry_after_s if math.isfinite(drop.retry_after_s) else 1.0
         _set(answer.headers, "retry-after", str(max(1, math.ceil(after))))
-    return message
+    return bytes(message.SerializeToString())
 
 
 # ---- server ----

@@ -43,7 +43,8 @@ from .workers import LiveCluster, Role, Worker, load_live_cluster, resized
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.05  # leases end, and predicted steps are taken, at least this often
+TICK_S = 0.05  # leases end, and predicted steps are taken, at least this often;
+BUSY_TICK_S = 0.004  # while requests are in flight, so that the next one finds little left to do
 WATCH_S = 1.0
 SERVICE = conductor_pb2.DESCRIPTOR.services_by_name["Conductor"].full_name
 
@@ -259,6 +260,7 @@ class Sidecar:
         self._follow_workers(cursors)
         conductor.on_made.append(self._made)
         conductor.on_ended.append(self._ended)
+        conductor.later = asyncio.get_running_loop().call_soon
         self._pull_metrics()
         await self._serve_grpc()
         await self._serve_http()
@@ -565,7 +567,7 @@ class Sidecar:
     async def _tick(self) -> None:
         """Leases end and predictions come due even while no request comes."""
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(BUSY_TICK_S if self.conductor.state.flying else TICK_S)
             if self.conductor.clock.external:
                 continue
             try:
@@ -711,7 +713,7 @@ class Sidecar:
             len(request.tokens) if request.tokens is not None else request.input_tokens,
             action=made.action,
             block_ids=made.hashes,
-            expected_output_tokens=float(state.clock["expected_output_tokens"]),
+            expected_output_tokens=made.expected_output_tokens,
             tenant=request.tenant,
             policy=answer.policy,
             fell_back=answer.fell_back,

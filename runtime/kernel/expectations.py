@@ -29,6 +29,7 @@ from .block_table import (
 PAIR = np.dtype([("key", "i8"), ("value", "i8")])  # key 0 is an empty pair
 ROUTE = np.dtype([("hash", "u8"), ("number", "i4"), ("instance", "i4"), ("expires_us", "i8")])
 PAIR_BYTES = PAIR.itemsize
+_LANES = 7
 _pair_at: Any = record_at(PAIR)
 _route_at: Any = record_at(ROUTE)
 
@@ -39,8 +40,16 @@ def _pair_key(number, p):
 
 
 @compiled
+def _home(key, shift):
+    """Where the search for a pair starts. Those of an instance and eight numbers in a row lie in a row, for so the
+    blocks of a prompt are mostly numbered: a few of them come from memory together."""
+    lane = (key >> 16) & _LANES
+    return home(np.uint64(key - (lane << 16)), shift) & ~_LANES | lane
+
+
+@compiled
 def _search_pair(table, mask, shift, key):
-    at = home(np.uint64(key), shift)
+    at = _home(key, shift)
     while True:
         pair = _pair_at(table, at)
         if pair.key == 0 or pair.key == key:
@@ -50,7 +59,7 @@ def _search_pair(table, mask, shift, key):
 
 @compiled
 def _prefetch_pair(table, shift, key):
-    prefetch(table + PAIR_BYTES * home(np.uint64(key), shift))
+    prefetch(table + PAIR_BYTES * _home(key, shift))
 
 
 @compiled
@@ -61,7 +70,7 @@ def _vacate_pair(table, mask, shift, at):
         pair = _pair_at(table, at)
         if pair.key == 0:
             break
-        if ((at - home(np.uint64(pair.key), shift)) & mask) >= ((at - hole) & mask):
+        if ((at - _home(pair.key, shift)) & mask) >= ((at - hole) & mask):
             target = _pair_at(table, hole)
             target.key = pair.key
             target.value = pair.value

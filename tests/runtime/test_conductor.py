@@ -320,6 +320,34 @@ def test_what_listens_cannot_spoil_a_decision():
     assert not conductor.state.reservations
 
 
+def test_a_decision_may_be_told_later_but_before_its_observation_or_its_reservation_goes():
+    conductor, at_once, waiting = made(), made(), []
+    conductor.later = waiting.append
+    heard, expected = [], []
+    for each, words in ((conductor, heard), (at_once, expected)):
+        each.on_made.append(
+            lambda made, words=words: words.append((made.answer.request_id, *(t.tobytes() for t in made.observation)))
+        )
+        each.on_ended.append(lambda reservation, words=words: words.append(("end", reservation.request_id)))
+    for number, name in enumerate("abcd"):
+        for each in (conductor, at_once):
+            admit(each, name, tokens=prompt(100, 50 * number))
+        assert heard == expected[:-1]
+        if name == "a":  # told when the next one comes
+            continue
+        if name == "b":
+            for each in (conductor, at_once):
+                each.finished("b", output_tokens=5)
+        elif name == "c":
+            assert conductor.explained("c").data == at_once.explained("c").data
+        else:
+            waiting[-1]()
+        assert heard == expected
+    for told in waiting:  # once only
+        told()
+    assert heard == expected
+
+
 # --- shadow and canary -----------------------------------------------------------------------------------------------
 
 
