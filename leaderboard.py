@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import subprocess
 import sys
 import threading
@@ -33,7 +34,7 @@ from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
 from envs.suite import Suite, load_suite, suite_names
-from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, plot, print_log, print_tables
+from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, as_markdown, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
 from policies.clairvoyant import Clairvoyant
 from policies.run_folder import NetworkPolicy
@@ -485,10 +486,15 @@ def evaluate(
         rows += sorted(of_cell, key=lambda row: -float(row["goodput"]))
         comparisons.append(_compare_cell(contestants, cell, goods) | bounds.get(cell, {}))
     saturated = [cell for cell in cells if cell.share is not None and cell.share >= 1]
+    overall = _first_against_best(contestants, cells, goods)
+    if overall is not None:
+        best = next(contestant for contestant in contestants if contestant.name == overall["baseline"])
+        for cell, comparison in zip(cells, comparisons, strict=True):
+            comparison["against_best"] = _over_cells(contestants[0], best, [cell], goods)
     return Result(
         rows,
         comparisons,
-        _first_against_best(contestants, cells, goods),
+        overall,
         _first_against_best(contestants, saturated, goods) if saturated else None,
         _worst(comparisons),
         _winner(contestants, cells, goods),
@@ -1009,6 +1015,7 @@ def parser() -> argparse.ArgumentParser:
         help="write the figures as JSON; - is stdout, and nothing else there",
     )
     add("--plot", metavar="FILE.png", help="plot goodput over load")
+    add("--markdown", metavar="FILE.md", help="write tables of the policies and the cells for a document")
     add(
         "--jobs",
         type=_at_least(1),
@@ -1169,7 +1176,7 @@ def chosen_suite(arguments: argparse.Namespace) -> Suite | None:
     return load_suite(arguments.suite)
 
 
-def run(arguments: argparse.Namespace) -> None:
+def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     """What the command line asked for."""
     if arguments.list or arguments.suite == "list":
         print(list_suites() if arguments.suite else f"{list_policies()}\n{list_suites()}")
@@ -1192,6 +1199,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
+    if arguments.markdown and not Path(arguments.markdown).resolve().parent.is_dir():
+        raise LeaderboardError(f"--markdown {arguments.markdown}: expected a file in a folder that exists")
     plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())
@@ -1208,6 +1217,8 @@ def run(arguments: argparse.Namespace) -> None:
     result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}
     if arguments.plot:
         plot(result, arguments.plot)
+    if arguments.markdown:
+        Path(arguments.markdown).write_text(as_markdown(result, shlex.join(["python", "leaderboard.py", *given])))
     if arguments.json == "-":
         print(as_json(result))
         return
@@ -1224,7 +1235,7 @@ def main(given: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(given)
     sys.path.insert(0, os.getcwd())  # module:Class is looked for where the command runs
     try:
-        run(arguments)
+        run(arguments, sys.argv[1:] if given is None else given)
     except BrokenPipeError:
         # The reader of our output went away; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -132,6 +132,47 @@ def _print_footer(result: Result, console: Console) -> None:
     say(f"code {result.about['code_version']}")
 
 
+def as_markdown(result: Result, command: str) -> str:
+    """The result as two tables for a document: policies over all cells, and the first policy cell by cell.
+
+    Args:
+        command: the command line that it comes from.
+    """
+    names = list(dict.fromkeys(row["policy"] for row in result.rows))
+    goodput = {(row["policy"], row["cell"]): float(row["goodput"]) for row in result.rows}
+    cells = [cell["cell"] for cell in result.cells]
+    past = [row["cell"] for row in result.rows if (row.get("times_capacity") or 0.0) >= 1.0]
+
+    def mean(name: str, among: list[str]) -> float:
+        return float(np.mean([goodput[name, cell] for cell in among])) if among else math.nan
+
+    lines = [f"`{command}`, code {result.about['code_version']}", ""]
+    lines += ["| policy | goodput, mean of all cells | at or past capacity | µs per decision |", "|---|---|---|---|"]
+    spent = {row["policy"]: row["decision_us"] for row in result.rows}
+    for name in sorted(names, key=lambda name: -mean(name, cells)):
+        lines.append(f"| `{name}` | {mean(name, cells):.4f} | {mean(name, past):.4f} | {spent[name]:.1f} |")
+    if result.paired is not None and result.worst is not None:
+        lines += ["", f"Over all {len(cells)} cells {_minus_best(result.paired)}."]
+        if result.paired_saturated is not None:
+            lines[-1] += f" At or past capacity: {_minus_best(result.paired_saturated)}."
+        first, best = result.paired["policy"], result.paired["baseline"]
+        lines += ["", f"| cell | `{first}` | `{best}` | difference | best of the others there | difference |"]
+        lines.append("|---|---|---|---|---|---|")
+        for cell in result.cells:
+            there = cell["first"]
+            ours, theirs = goodput[first, cell["cell"]], goodput[best, cell["cell"]]
+            bound = f" (at most {cell['bound']:.3f})" if "bound" in cell else ""
+            lines.append(
+                f"| {cell['cell']}{bound} | {ours:.4f} | {theirs:.4f} | {_interval(cell['against_best'])} | "
+                f"`{there['baseline'].partition(':')[0]}…` | {_interval(there)} |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def _interval(paired: dict[str, Any]) -> str:
+    return f"{paired['mean']:+.4f} [{paired['low']:+.4f}, {paired['high']:+.4f}]"
+
+
 def _minus_best(paired: dict[str, Any]) -> str:
     return (
         f"{paired['policy']} minus the best of the others, {paired['baseline']}: "

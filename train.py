@@ -114,11 +114,11 @@ class Options:
     """cma, rollout: candidates per generation; 0: 4 + 3 log of the number of options."""
     windows: int = 16
     """cma, rollout: windows of the trace per generation, the same for all its candidates."""
-    rounds: int = 2
+    rounds: int = 1
     """rollout: times that it visits states, tries out their decisions and fits; each follows the one before."""
-    states: int = 12_000
+    states: int = 24_000
     """rollout: requests whose decisions are tried out in each round."""
-    horizon: int = 250
+    horizon: int = 300
     """rollout: requests that arrive after each decision tried."""
     fit_epochs: int = 20
     """rollout: passes over all that was tried."""
