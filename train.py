@@ -27,7 +27,7 @@ examples:
   python train.py --learn both --load 1.2,2.0 --envs 32 --out runs/other
   python train.py --algo bc --base lmetric+early --out runs/clone
   python train.py --init runs/clone --out runs/better      PPO from the weights of another run
-  python train.py --algo cma --base conductor+priced --out runs/tuned    a minute, no torch
+  python train.py --algo cma --base conductor+slo --out runs/tuned    a minute, no torch
   python train.py --config mine.yaml --seed 1       a file with the flags as keys; flags override
   python train.py --resume runs/mine                go on after Ctrl-C; --steps N: to N in all
   python train.py --algo rllib --ray auto --env-runners 16     clusters stepped all over a Ray cluster
@@ -189,7 +189,7 @@ ALGORITHMS = {
     "bc": Algorithm(
         "behaviour cloning of the heuristic --base with the set scorer",
         ("torch", "stable_baselines3", "sb3_contrib"),
-        base="conductor:threshold=1,min_over_both=1+priced",
+        base="conductor:threshold=1,min_over_both=1+slo",
     ),
 }
 

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from envs.kernel.compile import compiled
 from envs.kernel.memory import decode_allowed, f8_at, source_allowed
 
-from .early_rejection import PRICED_FROM
-
 if TYPE_CHECKING:
     from .networks import SetScorer
 
@@ -25,6 +23,7 @@ REQUEST, CONTEXT, PREFILL, DECODE, DECODE_COLUMNS, CLUSTER = 5, 9, 13, 11, 10, 7
 TTFT_WEIGHT, TBT_WEIGHT, REJECT_WEIGHT = 100.0, 200.0, 100.0
 MOST_REJECT, NO_ROOM = 10.0, 12.0
 LARGEST, LARGEST_SCALED = 1e9, 10.0
+PRICED_FROM = 8000.0  # prompt tokens whose threshold is the one given
 MOST_POSITIVE = np.expm1(LARGEST_SCALED)
 HEADER = 10  # values before the weights: hidden units, anchored, margin, gate [5], trained, rejects
 GATE, TRAINED, REJECTS = 3, 8, 9

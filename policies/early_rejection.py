@@ -6,13 +6,10 @@ Each gate is one compiled function with the signature `envs.kernel.replay.ADMISS
 
 from __future__ import annotations
 
-import numpy as np
-
 from envs.kernel.compile import compiled
 from envs.kernel.memory import cluster_features, decode_features, prefill_features, request_features
 from envs.state import Source
 
-PRICED_FROM = 8000.0  # prompt tokens whose threshold is the one given
 FETCH, RECOMPUTE = int(Source.FETCH), int(Source.RECOMPUTE)
 
 
@@ -72,16 +69,3 @@ def predictive(observation, values, decision):
     """Early rejection on the decode load forecast for when this request would get there (paper D5)."""
     load = max(_prefill_load(observation, decision), cluster_features(observation).decode_load_forecast)
     return load <= values[0]
-
-
-@compiled
-def priced(observation, values, decision):
-    """The SLO check of Algorithm 1, stricter for long prompts, whose KV slows a whole batch and counts no more.
-
-    values: threshold of the predicted TTFT; threshold of the predicted TBT; by how much the latter falls for each
-    e-fold of prompt tokens above 8,000 (it rises below, up to 1).
-    """
-    request = request_features(observation)
-    threshold = values[1] - values[2] * np.log(max(request.input_tokens, 1.0) / PRICED_FROM)
-    tbt_s = decode_features(observation, decision[1]).tbt_assigned_s
-    return _prefill_load(observation, decision) <= values[0] and tbt_s <= min(threshold, 1.0) * request.tbt_slo_s

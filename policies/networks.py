@@ -8,8 +8,8 @@ Three layers, all over sets:
    and cut to +-10. No feature grows with a pool, and the SLOs only occur as denominators, so
    weights carry over to other pools and other SLOs.
 2. `prior` turns the predictions in the observation into logits: least predicted TTFT, least
-   predicted TBT, reject where one of these two is beyond its threshold. Its thresholds are the
-   `priced` admission's; it has no weights.
+   predicted TBT, reject where one of these two is beyond its threshold. Its `Gate`
+   says how; it has no weights.
 3. `SetScorer` adds what is learned: instances are encoded one by one with the request and the
    cluster, pooled (mean and max), scored again with the pool; the score of (p, d, source) is the
    sum of one of (p, source) and one of d. The heads start at zero, so that an untrained
@@ -38,7 +38,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor
 from torch import Tensor, nn
 
 from envs.state import CLUSTER_FEATURES, DECODE_FEATURES, REQUEST_FEATURES
-from policies.early_rejection import PRICED_FROM
+from policies.compiled_scorer import PRICED_FROM
 
 Tables = Mapping[str, Tensor]
 
@@ -245,8 +245,7 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Scores
     """Logits of a soft Algorithm 1 with early rejection.
 
     The best allowed pair has logit 0; rejecting has REJECT_WEIGHT times what the predicted TTFT or
-    TBT of that pair, in SLOs, is above its threshold. With a gate of (ttft, tbt, price, 0, 0) that is
-    conductor with the admission `priced`.
+    TBT of that pair, in SLOs, is above its threshold.
 
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].

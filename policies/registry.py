@@ -172,12 +172,6 @@ ADMISSIONS: dict[str, Part] = {
     "baseline": _admission(early_rejection.baseline, _THRESHOLD),
     "early": _admission(early_rejection.early, _THRESHOLD),
     "predictive": _admission(early_rejection.predictive, _THRESHOLD),
-    "priced": _admission(
-        early_rejection.priced,
-        Option("ttft", 1.0, "threshold of the predicted TTFT; 1 is the SLO itself", 0.03, 1.5, "log"),
-        Option("tbt", 0.92, "threshold of the predicted TBT for a prompt of 8,000 tokens", 0.25, 1.5),
-        Option("price", 0.07, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.3),
-    ),
 }
 
 

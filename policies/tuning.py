@@ -11,6 +11,7 @@ import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +21,12 @@ from envs.simulator import Simulator
 from envs.spec import ClusterSpec
 from traces import Trace
 
-from .policy import PolicyError
+from .policy import Policy, PolicyError
 from .registry import ADMISSIONS, ROUTERS, CompiledPolicy, Option, make_policy, parse_heuristic
 
 VALIDATION_LOADS = 5
+VALIDATION_JITTERS = 3
+WARMUP = 500  # requests before a window, so that caches and batches are not empty when counting begins
 FIRST_SIGMA = 0.25  # of the unit cube: the ends of a range are two standard deviations from its middle
 FINALISTS = 3
 LARGEST_SIGMA = 0.3  # beyond, it draws nearly evenly from the cube; noise alone would take it there
@@ -148,13 +151,14 @@ class Search:
 
 
 class Window(NamedTuple):
-    """Requests first .. last - 1 of a trace, `load` times as fast, from an empty cluster."""
+    """Requests first .. last - 1 of a trace, `load` times as fast, after up to WARMUP uncounted ones before them."""
 
     trace: int
     first: int
     last: int
     load: float
     seed: int
+    jitter: int = 0  # 0: arrivals as they are; else a seed of `Trace.jitter`
 
 
 class Trials:
@@ -206,43 +210,49 @@ class Trials:
         return windows
 
     def validation(self) -> list[Window]:
-        """The whole validation part of every trace at loads from the lowest to the highest."""
+        """The whole validation part of every trace at loads from the lowest to the highest, with several jitters."""
         return [
-            Window(trace, *self._validation[trace], float(load), 0)
+            Window(trace, *self._validation[trace], float(load), 0, jitter)
             for trace in range(len(self.traces))
             for load in np.unique(np.linspace(*self.loads[trace], VALIDATION_LOADS))
+            for jitter in range(VALIDATION_JITTERS)
         ]
 
     def goodput(self, policies: Sequence[str], windows: Sequence[Window]) -> NDArray[np.float64]:
         """Mean over the windows of the share of good requests, for each policy: float64[policies]."""
-        tasks = [self._threads.submit(self._mean, policy, windows) for policy in policies]
+        return self.scores([make_policy(policy) for policy in policies], windows).mean(1)  # type: ignore[no-any-return]
+
+    def scores(self, policies: Sequence[Policy], windows: Sequence[Window]) -> NDArray[np.float64]:
+        """The share of good requests of each compiled policy in each window: float64[policies, windows]."""
+        tasks = [self._threads.submit(self._scores, copy(policy), windows) for policy in policies]
         try:
             return np.array([task.result() for task in tasks])
         finally:
             for task in tasks:
                 task.cancel()
 
-    def _mean(self, name: str, windows: Sequence[Window]) -> float:
-        policy = make_policy(name)
+    def _scores(self, policy: Policy, windows: Sequence[Window]) -> list[float]:
         assert isinstance(policy, CompiledPolicy)
         good = []
         for window in windows:
-            simulator = self._simulator(window.trace)
+            simulator, trace = self._simulator(window.trace, window.jitter)
             policy.reset(1, window.seed)
-            trace = self.traces[window.trace]
-            simulator.load(0, trace, window.first, window.last, speed=window.load, recheck=policy.recheck)
+            first = max(0, window.first - WARMUP)
+            simulator.load(0, trace, first, window.last, speed=window.load, recheck=policy.recheck)
             policy.replay(simulator)
-            good.append(simulator.outcomes(0)["good"].mean())
-        return float(np.mean(good))
+            good.append(float(simulator.outcomes(0)["good"][window.first - first :].mean()))
+        return good
 
-    def _simulator(self, trace: int) -> Simulator:
-        """This thread's own."""
-        simulators: dict[int, Simulator] = self._own.__dict__.setdefault("simulators", {})
-        if trace not in simulators:
+    def _simulator(self, trace: int, jitter: int) -> tuple[Simulator, Trace]:
+        """This thread's own, and the trace with its jitter."""
+        simulators: dict[tuple[int, int], tuple[Simulator, Trace]] = self._own.__dict__.setdefault("simulators", {})
+        if (trace, jitter) not in simulators:
+            whole = self.traces[trace]
             first, last = self._validation[trace]
-            room = min(max(self.requests, last - first), self.traces[trace].n_requests)
-            simulators[trace] = Simulator.with_room(self.spec, self.traces[trace], requests=room)
-        return simulators[trace]
+            room = min(max(self.requests, last - first) + WARMUP, whole.n_requests)
+            used = whole if jitter == 0 else whole.jitter(jitter)
+            simulators[trace, jitter] = Simulator.with_room(self.spec, used, requests=room), used
+        return simulators[trace, jitter]
 
 
 def evolve(

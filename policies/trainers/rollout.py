@@ -2,10 +2,11 @@
 
 0. The prior of the network, Algorithm 1 with early rejection, gets the options that CMA-ES finds on windows of the
    training part.
-1. Clusters replay windows under the policy so far. At some requests every candidate decision (reject, other prefill
-   instances and sources, other decode instances) is tried in a copy of the cluster: the same requests arrive, the
-   policy decides about the next `horizon`, and what is counted is how many become good (`Simulator.branch`). All else
-   being equal, the differences are what the decision is worth: in good requests, the leaderboard's own unit.
+1. Clusters replay windows under the policy so far, or one that accepts more or less. At some requests every candidate
+   decision (reject, other prefill instances and sources, other decode instances) is tried in a copy of the cluster: the
+   same requests arrive, the policy decides about the next `horizon`, and what is counted is how many become good
+   (`Simulator.branch`). All else being equal, the differences are what the decision is worth: in good requests, the
+   leaderboard's own unit.
 2. A set scorer is fitted to these differences.
 3. It decides as the prior does, unless another decision is worth more by a margin. The margin is chosen on the
    validation part. Then the next round, from 1.
@@ -46,17 +47,17 @@ from policies.run_folder import (
     write_atomically,
 )
 from policies.trainers.progress import Progress
-from policies.trainers.validation import goodput
 from policies.trainers.workload import Workload
-from policies.tuning import Search, Space, Trials, evolve, finalists
+from policies.tuning import VALIDATION_JITTERS, Search, Space, Trials, evolve, finalists
 
 CLUSTERS = 16  # replayed side by side
 BRANCHED = 25  # one of as many requests is branched at
 HELD_OUT = 20  # one of as many branches is kept from the fit
 MOST_GAIN = 4.0  # good requests: what is beyond in a difference is luck of what follows
-MARGINS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3)  # good requests
+MARGINS = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8, 1.0, 1.3, 2.0, 8.0)  # good requests; beyond the last nothing is changed
 MOST_WORSE = 0.005  # goodput that a margin may cost on some part of the validation
-LOADS = 5  # of the validation, over the range trained on
+BEHAVIOURS = 3  # priors of other gates beside the policy itself
+TIMES_GATE = np.array([[0.02, 0.4, 0.2, 0.2, 0.1], [4.0, 1.2, 3.0, 3.0, 4.0]])  # by what these differ, from, to
 BATCH = 512
 RECHECK = True  # decode nodes check the TBT SLO again
 VALIDATE_EVERY = 5  # generations of the prior
@@ -87,8 +88,6 @@ class Options(Protocol):
     def hidden(self) -> int: ...
     @property
     def episode_requests(self) -> int: ...
-    @property
-    def eval_requests(self) -> int: ...
     @property
     def seed(self) -> int: ...
 
@@ -130,8 +129,10 @@ class Branching:
         simulator = self.simulator
         observation = Observation(*(table[:CLUSTERS] for table in simulator.observation_tables))
         policy, router = (compiled_policy(scorer, "", RECHECK, rejects=rejects) for rejects in (True, False))
-        for decider in (policy, router):
+        behaviours = [policy, *(compiled_policy(other, "", RECHECK) for other in _others(scorer, rng))]
+        for decider in (router, *behaviours):
             decider.reset(CLUSTERS, 0)
+        behaviour = rng.integers(len(behaviours), size=CLUSTERS)
         for c in range(CLUSTERS):
             first = int(rng.integers(self.trace.n_requests - self.window + 1))
             speed = float(np.exp(rng.uniform(*np.log(self.load))))
@@ -147,7 +148,8 @@ class Branching:
                 own, routed = policy.decide(observation), router.decide(observation)
                 tried = [candidates(observation, int(c), int(own[c]), int(routed[c]), rng) for c in chosen]
                 pieces.append(self._branch(policy, observation, chosen, tried, threads))
-            actions[:CLUSTERS] = policy.decide(observation)
+            decided = np.stack([decider.decide(observation) for decider in behaviours])
+            actions[:CLUSTERS] = decided[behaviour, np.arange(CLUSTERS)]
             simulator.step(actions, done, 0, CLUSTERS)
         return joined(pieces)
 
@@ -174,6 +176,21 @@ class Branching:
         list(threads.map(work, range(self.workers)))
         seen = Observation(*(table[clusters] for table in observation))
         return Branches(**float32_tables(seen), masks=action_masks(seen), actions=actions, good=good)
+
+
+def _others(scorer: SetScorer, rng: np.random.Generator) -> list[SetScorer]:
+    """Priors that accept more or less than a scorer's: they lead to fuller and emptier clusters than it does itself.
+
+    A scorer fitted to states of its own kind only may be wrong about others, and stay there: one that rejects all of
+    what comes to an empty cluster sees nothing else from then on.
+    """
+    found = []
+    for _ in range(BEHAVIOURS):
+        other = SetScorer(1, anchored=True)
+        factors = np.exp(rng.uniform(*np.log(TIMES_GATE)))
+        other.gate.copy_(scorer.gate * torch.from_numpy(factors).float())
+        found.append(other)
+    return found
 
 
 def joined(pieces: Sequence[Branches]) -> Branches:
@@ -235,6 +252,8 @@ class Run:
     def __init__(self, options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload]) -> None:
         gate_of(options.base)
         self.options, self.folder, self.spec, self.workloads = options, folder, spec, workloads
+        traces, loads = [w.trace for w in workloads], [w.load for w in workloads]
+        self.trials = Trials(spec, traces, loads, workloads[0].part, options.episode_requests)
         self.metrics: dict[str, Any] = {"steps": 0, "validation": []}
         self.stops = 0
         self.branches = 0
@@ -250,9 +269,7 @@ class Run:
 
     def find_prior(self) -> str | None:
         """The prior with the options that do best on validation of those CMA-ES finds; None when it was stopped."""
-        options = self.options
-        traces, loads = [w.trace for w in self.workloads], [w.load for w in self.workloads]
-        trials = Trials(self.spec, traces, loads, self.workloads[0].part, options.episode_requests)
+        options, trials = self.options, self.trials
         search = Search(Space(options.base), options.seed, options.population)
         best, score = options.base, float(trials.goodput([options.base], trials.validation())[0])
         with Progress(options.generations, 0) as progress:
@@ -275,45 +292,46 @@ class Run:
         scorer.gate.copy_(torch.from_numpy(gate_of(prior)))
         return scorer.eval()
 
-    def goodputs(self, scorer: SetScorer) -> dict[str, list[float]]:
-        """On the validation part of each trace, at each of some loads."""
-        policy = compiled_policy(scorer, "present", RECHECK)
-        return {
-            workload.trace.name: goodput(
-                policy, self.spec, workload.validation, workload.loads(LOADS), self.options.eval_requests
-            )
-            for workload in self.workloads
-        }
+    def goodputs(self, scorers: Sequence[SetScorer]) -> NDArray[np.float64]:
+        """Of scorers in the windows of the validation parts: float64[scorers, windows]."""
+        policies = [compiled_policy(scorer, "present", RECHECK) for scorer in scorers]
+        scores: NDArray[np.float64] = self.trials.scores(policies, self.trials.validation())
+        return scores
 
-    def choose_margin(self, scorer: SetScorer, base: dict[str, list[float]]) -> tuple[float, dict[str, list[float]]]:
-        """The margin with the best mean goodput on validation of those that make no part of it much worse."""
-        found = {}
+    def choose_margin(self, scorer: SetScorer, base: NDArray[np.float64]) -> NDArray[np.float64]:
+        """The margin with the best mean goodput on validation of those that make no trace at no load much worse.
+
+        Args:
+            base: that of the prior, by window.
+
+        Returns:
+            That of the scorer with this margin, by window.
+        """
+        found = []
         for margin in MARGINS:
             scorer.margin.fill_(margin)
-            found[margin] = self.goodputs(scorer)
+            found.append(self.goodputs([scorer])[0])
 
-        def rank(margin: float) -> tuple[bool, float]:
-            here = found[margin]
-            worst = min(a - b for name in base for a, b in zip(here[name], base[name], strict=True))
-            return worst >= -MOST_WORSE, _mean(here)
+        def rank(i: int) -> tuple[bool, float]:
+            worst = (found[i] - base).reshape(-1, VALIDATION_JITTERS).mean(1).min()
+            return bool(worst >= -MOST_WORSE), float(found[i].mean())
 
-        best = max(MARGINS, key=rank)
-        scorer.margin.fill_(best)
-        return best, found[best]
+        best = max(range(len(MARGINS)), key=rank)
+        scorer.margin.fill_(MARGINS[best])
+        chosen: NDArray[np.float64] = found[best]
+        return chosen
 
-    def note(self, states: int, found: dict[str, list[float]], **more: Any) -> float:
+    def note(self, states: int, found: NDArray[np.float64], **more: Any) -> float:
         """Add to the validation history; the mean goodput."""
-        score = _mean(found)
-        self.metrics["validation"].append({"steps": states, "goodput": score, "by_trace": found, **more})
+        score = float(found.mean())
+        by_load = found.reshape(len(self.workloads), -1, VALIDATION_JITTERS).mean(2)
+        by_trace = dict(zip((w.trace.name for w in self.workloads), by_load.tolist(), strict=True))
+        self.metrics["validation"].append({"steps": states, "goodput": score, "by_trace": by_trace, **more})
         self.metrics["steps"] = states
         return score
 
     def write(self) -> None:
         write_atomically(self.folder / "metrics.json", json.dumps(self.metrics, indent=2) + "\n")
-
-
-def _mean(found: dict[str, list[float]]) -> float:
-    return float(np.mean([np.mean(scores) for scores in found.values()]))
 
 
 def train(options: Options, folder: Path, spec: ClusterSpec, workloads: Sequence[Workload], resume: bool) -> bool:
@@ -357,7 +375,7 @@ def _rounds(run: Run) -> bool:
     write_atomically(kept, prior + "\n")
     scorer = run.new_scorer(prior)
     scorer.margin.fill_(max(MARGINS))
-    base = run.goodputs(scorer)
+    base = run.goodputs([scorer])[0]
     best = run.note(0, base, prior=prior)
     run.metrics["best"] = {"steps": 0, "goodput": best}
     save_weights(folder / "best.zip", weights_of(scorer), {})
@@ -394,8 +412,8 @@ def _rounds(run: Run) -> bool:
             explained = fit(scorer, joined(gathered), options.fit_epochs, options.fit_lr, rng, run.stopped)
             if run.stopped():
                 return False
-            margin, found = run.choose_margin(scorer, base)
-            score = run.note(states, found, margin=margin, explained=explained)
+            found = run.choose_margin(scorer, base)
+            score = run.note(states, found, margin=float(scorer.margin), explained=explained)
             save_weights(checkpoint_file(folder, states), weights_of(scorer), {})
             if score > best:
                 best = score
@@ -404,7 +422,7 @@ def _rounds(run: Run) -> bool:
             board.add_scalar("validation/goodput", score, states)
             board.add_scalar("fit/explained_variance", explained, states)
             run.write()
-            progress.show(min(states, total), f"round {number + 1}: goodput {_mean(base):.4f} -> {score:.4f}")
+            progress.show(min(states, total), f"round {number + 1}: goodput {base.mean():.4f} -> {score:.4f}")
     save_weights(folder / "final.zip", weights_of(scorer), {})
     return True
 

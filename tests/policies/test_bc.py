@@ -20,7 +20,7 @@ SMALL = " ".join(_FLAGS).split(" ")
 
 def test_clone_agrees_with_its_teacher(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    teacher = "conductor:threshold=1,min_over_both=1+priced:tbt=0.8"
+    teacher = "conductor:threshold=1,min_over_both=1+slo:threshold=0.8"
     assert main([*SMALL, "--base", teacher, "--steps", "8192", "--out", str(out)]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
     shares = [entry["share"] for entry in metrics["agreement"]]

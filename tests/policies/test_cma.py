@@ -254,7 +254,7 @@ def test_tune_writes_the_best_pair_of_each_router(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("policies.tuned.FIRST_GENERATIONS", 1)
     monkeypatch.setattr("policies.tuned.MORE_GENERATIONS", 1)
     given = ["--trace", "builtin:synthetic", "--cluster", "2p2d", "--capacity", "1.0,2.5"]
-    given += ["--only", "random+slo,llmd_latency+early,random+priced"]
+    given += ["--only", "random+slo,llmd_latency+early,random+early"]
     stored = []
     for name in "ab":
         out = tmp_path / f"{name}.yaml"

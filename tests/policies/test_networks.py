@@ -157,7 +157,7 @@ def test_sampling_and_evaluating_agree() -> None:
     ("heuristic", "gate"),
     [
         ("conductor:threshold=1,min_over_both=1", Gate()),
-        ("conductor:threshold=1,min_over_both=1+priced:ttft=0.8,tbt=0.9,price=0.06", Gate(0.8, 0.9, 0.06)),
+        ("conductor:threshold=1,min_over_both=1+slo:threshold=0.9", Gate(0.9, 0.9)),
         ("prior:ttft=0.2,tbt=0.95,price=0.1,slack=0.3,affinity=0.05", Gate(0.2, 0.95, 0.1, 0.3, 0.05)),
     ],
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -92,13 +91,10 @@ def plain(router: str, o: dict) -> tuple[int, int, int]:
 def accepts(admission: str, o: dict, p: int, d: int, source: int) -> bool:
     name = ("ttft_local_s", "ttft_fetch_s", "ttft_recompute_s")[source]
     prefill_load = o["prefill"][name][p] / o["request"]["ttft_slo_s"]
-    if admission == "none":
+    if admission in ("none", "own"):
         return True
     if admission == "slo":
         return prefill_load <= 1 and o["decode"]["tbt_assigned_s"][d] <= o["request"]["tbt_slo_s"]
-    if admission == "priced":
-        threshold = min(1.0, 0.92 - 0.07 * math.log(o["request"]["input_tokens"] / 8000))
-        return prefill_load <= 1 and o["decode"]["tbt_assigned_s"][d] <= threshold * o["request"]["tbt_slo_s"]
     if admission == "baseline":
         return prefill_load <= 1
     load = o["cluster"]["decode_load_now" if admission == "early" else "decode_load_forecast"]
@@ -141,7 +137,7 @@ def test_admissions_do_what_they_say(observations: Observation, admission: str) 
         accepted = accepts(admission, one(observations, c), *decode_action(int(routed)))
         assert action == (routed if accepted else 0), c
     rejected = (policy.decide(observations) == 0).sum()
-    assert rejected == 0 if admission == "none" else 0 < rejected < 48
+    assert rejected == 0 if admission in ("none", "own") else 0 < rejected < 48
 
 
 @pytest.mark.parametrize("router", ["random", "round_robin", "power_of_two"])

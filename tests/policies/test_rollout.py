@@ -28,7 +28,7 @@ from policies.trainers.workload import Workload
 from train import main
 
 ROOT = Path(__file__).parents[2]
-BASE = "conductor:threshold=1,min_over_both=1+priced"
+BASE = "conductor:threshold=1,min_over_both=1+slo"
 SMALL = [
     *("--algo=rollout", "--trace=builtin:conversation", "--cluster=2p2d", "--capacity=0.9,2", "--states=300"),
     *("--horizon=40", "--hidden=8", "--fit-epochs=3", "--episode-requests=150", "--eval-requests=700"),
@@ -46,7 +46,7 @@ def test_a_branch_is_what_a_fork_becomes(workload: Workload) -> None:
     horizon, window = 60, 200
     spec = load_cluster("2p3d")
     simulator = Simulator.with_room(spec, workload.train, clusters=3, requests=window)
-    base = make_policy("power_of_two+priced")  # a router that draws: every branch must begin with the same memory
+    base = make_policy("power_of_two+slo")  # a router that draws: every branch must begin with the same memory
     assert isinstance(base, CompiledPolicy)
     base.reset(1, 3)
     simulator.load(0, workload.train, 500, 500 + window, speed=0.6)
@@ -116,7 +116,7 @@ def test_candidates_are_valid_distinct_and_hold_what_matters(workload: Workload)
 
 def test_the_base_must_be_the_prior(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main([*SMALL, "--base=conductor+priced", "--out", str(tmp_path / "run")])
+        main([*SMALL, "--base=conductor+slo", "--out", str(tmp_path / "run")])
     assert "expected prior[:option=value,...]" in capsys.readouterr().err
 
 
