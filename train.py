@@ -183,7 +183,7 @@ ALGORITHMS = {
         "try out every decision at visited states, fit a set scorer to what became of them",
         ("torch", "sb3_contrib", "tensorboard"),
         anchored=True,
-        base="prior:ttft=0.2,tbt=1,price=0.1,slack=0.2,affinity=0.03",
+        base="prior:ttft=0.15,tbt=0.96,price=0.1,slack=0.3,affinity=0.015",
     ),
     "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), anchored=None, base="conductor+slo"),
     "bc": Algorithm(

@@ -24,6 +24,7 @@ TTFT_WEIGHT, TBT_WEIGHT, REJECT_WEIGHT = 100.0, 200.0, 100.0
 MOST_REJECT, NO_ROOM = 10.0, 12.0
 LARGEST, LARGEST_SCALED = 1e9, 10.0
 PRICED_FROM = 8000.0  # prompt tokens whose threshold is the one given
+BUSY = 0.1  # SLOs of TTFT in the queue of a prefill instance that is not idle at all
 MOST_POSITIVE = np.expm1(LARGEST_SCALED)
 HEADER = 10  # values before the weights: hidden units, anchored, margin, gate [5], trained, rejects
 GATE, TRAINED, REJECTS = 3, 8, 9
@@ -163,7 +164,12 @@ def _prior_costs(observation, gate, prefill_cost, decode_cost):
     need = tokens + max(_clean(cluster[2]), 0.0)
     least_prefill = np.float32(np.inf)
     table = f8_at(observation.prefill)
+    idle = 0.0
+    up = 0
     for p in range(observation.prefills):
+        if source_allowed(observation, p, 0) or source_allowed(observation, p, 1) or source_allowed(observation, p, 2):
+            idle += 1.0 - min(max(_clean(table[p * PREFILL]) / ttft_slo_s / BUSY, 0.0), 1.0)
+            up += 1
         for source in range(3):
             cost = np.float32(np.inf)
             if source_allowed(observation, p, source):
@@ -191,7 +197,7 @@ def _prior_costs(observation, gate, prefill_cost, decode_cost):
             tbt_of_least = tbt
     if least_prefill == np.inf or least_decode == np.inf:
         return np.inf
-    of_ttft = gate[0] + gate[3] * (1.0 - _clean(cluster[6]))
+    of_ttft = gate[0] + gate[3] * idle / max(up, 1)
     of_tbt = min(gate[1] - gate[2] * np.log(tokens / PRICED_FROM), 1.0)
     excess = max(least_prefill / TTFT_WEIGHT - of_ttft, tbt_of_least - of_tbt)
     return min(max(excess * REJECT_WEIGHT, -MOST_REJECT), MOST_REJECT)

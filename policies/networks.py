@@ -38,7 +38,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor
 from torch import Tensor, nn
 
 from envs.state import CLUSTER_FEATURES, DECODE_FEATURES, REQUEST_FEATURES
-from policies.compiled_scorer import PRICED_FROM
+from policies.compiled_scorer import BUSY, PRICED_FROM
 
 Tables = Mapping[str, Tensor]
 
@@ -151,10 +151,10 @@ _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
 class Gate(NamedTuple):
     """What the prior goes by. As it is here: Algorithm 1 with the SLOs themselves as thresholds."""
 
-    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, in a cluster whose decode load is 1
+    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, where every prefill instance is busy
     tbt: float = 1.0  # threshold of the predicted TBT, in SLOs, for a prompt of PRICED_FROM tokens, at most 1
     price: float = 0.0  # by how much that is lower for each e-fold of prompt tokens
-    slack: float = 0.0  # by how much the threshold of the TTFT is higher for each 1 that the decode load is lower
+    slack: float = 0.0  # by how much that is higher where all are idle
     affinity: float = 0.0  # cost, in SLOs of TBT, of an e-fold between a prompt and a decode's mean context, squared
 
 
@@ -169,7 +169,7 @@ class Scaled(NamedTuple):
     no_room: Tensor  # [B, D, 1], 1 where the KV of the request has no room, else 0
     length: Tensor  # [B, 1, 1], e-folds of the prompt's tokens above PRICED_FROM
     misfit: Tensor  # [B, D, 1], squared e-folds between the prompt and the mean context on a decode instance
-    idle: Tensor  # [B, 1, 1], 1 less the forecast decode load
+    idle: Tensor  # [B, P, 1], 1 where nothing waits, 0 where BUSY SLOs of TTFT do
 
 
 class Scores(NamedTuple):
@@ -237,7 +237,7 @@ def scale(tables: Tables) -> Scaled:
         no_room.to(decode.dtype),
         torch.log(known[:, :1, None] / PRICED_FROM),
         misfit,
-        1.0 - known[:, -1:, None],
+        1.0 - (prefill[:, :, :1] / BUSY).clamp(0.0, 1.0),
     )
 
 
@@ -256,7 +256,9 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Scores
     of_decode = TBT_WEIGHT * (x.tbt + affinity * x.misfit) + NO_ROOM * x.no_room
     least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
     least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
-    of_ttft = ttft + slack * x.idle
+    up = sources.amax(2, keepdim=True)
+    idle = (x.idle * up).sum(1, keepdim=True) / up.sum(1, keepdim=True).clamp(min=1.0)
+    of_ttft = ttft + slack * idle
     of_tbt = (tbt - price * x.length).clamp(max=1.0)
     worse = torch.maximum(least_prefill / TTFT_WEIGHT - of_ttft, x.tbt.gather(1, instance) - of_tbt)
     reject = (worse * REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
