@@ -305,15 +305,15 @@ def test_tune_refusals(tmp_path: Path) -> None:
 
 def test_every_router_is_tuned_with_every_admission_that_leaves_something_to_tune() -> None:
     found = pairs()
-    assert list(found) == list(ROUTERS)
+    assert list(found) == [router for router in ROUTERS if router != "prior"]
     without = sum(not router.options for router in ROUTERS.values())
-    assert sum(map(len, found.values())) == len(ROUTERS) * len(ADMISSIONS) - without
+    assert sum(map(len, found.values())) == len(found) * (len(ADMISSIONS) - 1) - without
     assert pairs(["llmd", "conductor+slo"])["conductor"] == ["conductor+slo"]
 
 
 def test_the_tuned_policies_of_the_project() -> None:
     stored = yaml.safe_load((ROOT / "policies" / "tuned.yaml").read_text())
-    assert {plain.partition("+")[0] for plain in tuned()} == set(ROUTERS)
+    assert {plain.partition("+")[0] for plain in tuned()} == set(ROUTERS) - {"prior"}
     for plain, name in tuned().items():
         make_policy(name)
         router, admission, *_ = parse_heuristic(name) or ("", "")

@@ -206,7 +206,7 @@ def test_options() -> None:
     ("name", "message"),
     [
         ("nonsense", "no policy is called 'nonsense': expected ROUTER"),
-        ("conductor+nonsense", "no admission is called 'nonsense'; there are none, slo"),
+        ("conductor+nonsense", "no admission is called 'nonsense'; there are none, own, slo"),
         ("conductor+", "no admission is called ''"),
         ("conductor:theta=2", "router 'conductor' has no option 'theta'; its options: threshold, min_over_both"),
         ("conductor:threshold=much", "expected option=number, found 'threshold=much'"),
