@@ -18,10 +18,10 @@ python serve_policy.py --policy conductor+predictive --cluster cluster.yaml
 
     decide over gRPC (conductor.v1.Conductor) on 127.0.0.1:50051
 
-python serve_policy.py --policy best.onnx --shadow conductor+slo --cluster cluster.yaml \\
+python serve_policy.py --policy learned --shadow conductor+slo --cluster cluster.yaml \\
     --ext-proc 127.0.0.1:9002 --metrics 127.0.0.1:9090
 
-    a learned policy as Envoy's endpoint picker, with a heuristic that decides beside it without effect
+    the shipped learned policy (docs/learning.md) as Envoy's endpoint picker; a heuristic decides beside it without effect
 
 python serve_policy.py --cluster cluster.yaml --canary runs/new --canary-share 0.05 --log decisions/
 
@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings=
 def serve(
     context: typer.Context,
     policy: Annotated[
-        str, typer.Option(help="ROUTER[+ADMISSION] (python -m policies list), a run folder, an exported .onnx")
+        str, typer.Option(help="ROUTER[+ADMISSION] (python -m policies list), learned, a run folder, an exported .onnx")
     ] = "conductor+predictive",
     cluster: Annotated[
         str, typer.Option(help="Cluster file (a ClusterSpec with a workers section), or a built-in cluster: 2p2d, 8p8d")
