@@ -21,7 +21,7 @@ python serve_policy.py --policy conductor+predictive --cluster cluster.yaml
 python serve_policy.py --policy learned --shadow conductor+slo --cluster cluster.yaml \\
     --ext-proc 127.0.0.1:9002 --metrics 127.0.0.1:9090
 
-    the shipped learned policy (docs/learning.md) as Envoy's endpoint picker; a heuristic decides beside it without effect
+    the shipped learned policy (docs/learning.md) as Envoy's endpoint picker, beside it a heuristic without effect
 
 python serve_policy.py --cluster cluster.yaml --canary runs/new --canary-share 0.05 --log decisions/
 
