@@ -464,6 +464,14 @@ def _checkpoint(run: Path, name: str) -> Path:
     raise PolicyError(f"{run}: no checkpoint {name!r}; there are {', '.join(have) or 'none'}")
 
 
+def _flag(name: str, value: Any) -> str:
+    """An option of `train.py` as on its command line."""
+    flag = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{flag}" if value else f"--no-{flag}"
+    return f"--{flag} {value}"
+
+
 def _metadata(run: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     """All that is said of a policy but the digest of its graph. No times: the same run gives the same bytes."""
     from . import networks
@@ -483,7 +491,7 @@ def _metadata(run: Path, weights: Path, config: Mapping[str, Any]) -> dict[str, 
         digits = weights.stem.removeprefix("steps_")
         steps = int(digits) if digits.isdigit() else None
     validated = [entry for entry in metrics.get("validation") or () if entry.get("steps") == steps]
-    command = ["python train.py", *(f"--{name.replace('_', '-')} {value}" for name, value in options.items())]
+    command = ["python train.py", *(_flag(name, value) for name, value in options.items() if value != "")]
     return {
         "format": FORMAT,
         "name": run.resolve().name,

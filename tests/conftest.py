@@ -6,6 +6,9 @@ import os
 
 from hypothesis import settings
 
+# Read by torch when it is first imported: its threads gain nothing on networks this small and fight over the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 settings.register_profile("ci", derandomize=True)
 if os.environ.get("CI"):
     settings.load_profile("ci")

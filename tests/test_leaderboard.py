@@ -15,6 +15,7 @@ import leaderboard
 from envs.state import Observation
 from leaderboard import Cell, Contestant, make_part, make_setting
 from policies import CompiledPolicy, make_policy
+from policies.tuned import tuned
 from traces import Trace, builtin, load, save
 
 ROOT = Path(__file__).parents[1]
@@ -354,17 +355,15 @@ def test_headroom_is_above_every_policy(suite_file: str, capsys: Any) -> None:
 
 
 def test_a_suite_compares_tuned_heuristics_unless_told(
-    small_file: str, suite_file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    suite_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    tuned = tmp_path / "tuned.yaml"
-    monkeypatch.setattr(leaderboard, "TUNED", tuned)
-    assert set(leaderboard.suite_policies()) >= set(leaderboard.default_policies())
-    tuned.write_text("policies: {conductor+slo: 'conductor:threshold=1.2+slo:threshold=.91', random: random}\n")
+    assert leaderboard.suite_policies() == ["learned", *tuned().values()]
+    two = {"conductor+slo": "conductor:threshold=1.2+slo:threshold=.91", "random": "random"}
+    monkeypatch.setattr(leaderboard, "tuned", lambda: two)
     given = ["--suite", suite_file, "--cells", "late*", "--seeds", "1", "--json", "-"]
-    monkeypatch.setattr(leaderboard, "make_policy", lambda name: make_policy(name.replace("learned", "random")))
     assert leaderboard.main(given) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {row["policy"] for row in found["rows"]} == {"learned", *leaderboard.suite_policies()}
+    assert {row["policy"] for row in found["rows"]} == {"learned", *two.values()}
     assert found["paired"]["policy"] == "learned"
 
 

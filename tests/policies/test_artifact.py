@@ -40,7 +40,7 @@ from train import Options, parse_range, write_config
 
 ROOT = Path(__file__).parents[2]
 SMALL = Options(
-    cluster="2p2d", steps=256, envs=4, episode_requests=100, n_steps=32, minibatch=64, hidden=8,
+    cluster="2p2d", steps=256, envs=4, episode_requests=100, n_steps=32, minibatch=64, hidden=8, group=2,
     eval_requests=200, checkpoint_every=128, device="cpu",
 )  # fmt: skip
 
@@ -83,6 +83,11 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return exported(tmp_path_factory)
 
 
+def in_torch(run: Path) -> NetworkPolicy:
+    """The network of a run itself: what is loaded from its folder by name is compiled, with a rounding of its own."""
+    return NetworkPolicy(load_weights(run / "best.zip", {"hidden": SMALL.hidden, "anchored": False}), str(run), True)
+
+
 def simulator_of(cluster: str, requests: int, clusters: int = 1, speed: float = 1.0) -> Simulator:
     trace = traces.load(SMALL.trace).rows(0, requests)
     simulator = Simulator.for_trace(load_cluster(cluster), trace, clusters=clusters)
@@ -96,9 +101,8 @@ def simulator_of(cluster: str, requests: int, clusters: int = 1, speed: float = 
 # --- decisions -----------------------------------------------------------------------------------
 
 
-def same(actions: np.ndarray, theirs: Any, observation: Observation) -> np.ndarray:
+def same(actions: np.ndarray, theirs: NetworkPolicy, observation: Observation) -> np.ndarray:
     """Where actions are torch's. Elsewhere they must be as good: instances that are alike tie, but for rounding."""
-    assert isinstance(theirs, NetworkPolicy)
     tables = {name: torch.from_numpy(table) for name, table in float32_tables(observation).items()}
     with torch.inference_mode():
         logits = theirs.scorer(tables, torch.from_numpy(action_masks(observation))).numpy()
@@ -111,7 +115,7 @@ def same(actions: np.ndarray, theirs: Any, observation: Observation) -> np.ndarr
     ("cluster", "speed"), [("1p1d", 0.3), ("2p2d", 1.0), ("3p5d", 1.5), ("8p8d", 2.0), ("20p7d", 5.0)]
 )
 def test_decides_as_torch_does_in_any_pool(run: Path, file: Path, cluster: str, speed: float) -> None:
-    ours, theirs = make_policy(str(file)), make_policy(str(run))
+    ours, theirs = make_policy(str(file)), in_torch(run)
     assert isinstance(ours, OnnxPolicy)
     assert (ours.name, ours.recheck) == (str(file), theirs.recheck)
     ours.reset(1, 0)
@@ -130,7 +134,7 @@ def test_decides_as_torch_does_in_any_pool(run: Path, file: Path, cluster: str, 
 
 
 def test_decides_for_many_clusters_as_for_each(run: Path, file: Path) -> None:
-    ours, theirs = make_policy(str(file)), make_policy(str(run))
+    ours, theirs = make_policy(str(file)), in_torch(run)
     simulator = simulator_of("3p2d", 150, clusters=4)
     observation, done = simulator.observation_tables, np.zeros(4, np.bool_)
     rng = np.random.default_rng(0)
@@ -152,7 +156,7 @@ def test_decides_for_many_clusters_as_for_each(run: Path, file: Path) -> None:
 
 def test_sees_what_changed_in_the_same_tables(file: Path, run: Path) -> None:
     """Also in tables that are not in one piece, and after other shapes have been there."""
-    ours, theirs = load_artifact(file), make_policy(str(run))
+    ours, theirs = load_artifact(file), in_torch(run)
     whole = simulator_of("2p2d", 50, clusters=4).observation_tables
     every_other = Observation(*(table[::2] for table in whole))
     for _ in range(3):
@@ -165,9 +169,8 @@ def test_sees_what_changed_in_the_same_tables(file: Path, run: Path) -> None:
     assert ours.decide(every_other).tolist() == [0, 0]
 
 
-def test_logits_and_scores(file: Path, run: Path) -> None:
-    ours, theirs = load_artifact(file), make_policy(str(run))
-    assert isinstance(theirs, NetworkPolicy)
+def test_logits_and_scores(file: Path) -> None:
+    ours = load_artifact(file)
     observation = simulator_of("3p2d", 20, clusters=3, speed=20.0).observation_tables
     masks = action_masks(observation)
     logits, scores = ours.logits(observation), ours.scores(observation)
@@ -184,7 +187,7 @@ def test_logits_and_scores(file: Path, run: Path) -> None:
 
 
 def test_nan_in_an_observation_counts_as_nothing(file: Path, run: Path) -> None:
-    ours, theirs = load_artifact(file), make_policy(str(run))
+    ours, theirs = load_artifact(file), in_torch(run)
     observation = simulator_of("3p2d", 50, clusters=2).observation_tables
     observation.prefill["fetch_s"][0, 1] = np.nan
     observation.prefill["ttft_local_s"][1, 0] = np.inf
@@ -231,7 +234,7 @@ def test_metadata(file: Path, run: Path) -> None:
     assert training["command"].startswith("python train.py --algo ppo --trace builtin:conversation --cluster 2p2d")
     from train import parse
 
-    assert parse(training["command"].split()[2:]).hidden == 8
+    assert parse(training["command"].split()[2:]) == SMALL
     assert about["versions"]["training"]["torch"] == about["versions"]["export"]["torch"]
     onnx.checker.check_model(onnx.load(file))
 

@@ -20,17 +20,17 @@ SMALL = " ".join(_FLAGS).split(" ")
 
 def test_clone_agrees_with_its_teacher(tmp_path: Path) -> None:
     out = tmp_path / "run"
-    teacher = "conductor:threshold=1,min_over_both=1+slo:threshold=0.8"
+    teacher = "prior:tbt=0.8"
     assert main([*SMALL, "--base", teacher, "--steps", "8192", "--out", str(out)]) == 0
     metrics = json.loads((out / "metrics.json").read_text())
     shares = [entry["share"] for entry in metrics["agreement"]]
-    assert shares[0] < 0.9
-    assert np.mean(shares[-4:]) > 0.95  # each of 512 decisions
+    assert shares[0] < 0.8  # with the SLOs themselves as thresholds
+    assert np.mean(shares[-4:]) > 0.9  # each of 512 decisions
     assert (out / "final.zip").is_file() and (out / "best.zip").is_file()
     make_policy(str(out)).reset(1, 0)
     assert main(["--resume", str(out), "--steps", "8704"]) == 0
     again = json.loads((out / "metrics.json").read_text())
-    assert again["steps"] == 8704 and again["agreement"][-1]["share"] > 0.9
+    assert again["steps"] == 8704 and again["agreement"][-1]["share"] > shares[0] + 0.1
     assert [session["steps"] for session in again["sessions"]] == [8192, 512]
 
 

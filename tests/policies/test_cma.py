@@ -21,7 +21,7 @@ from policies import ADMISSIONS, ROUTERS, PolicyError, make_policy
 from policies.__main__ import app
 from policies.registry import parse_heuristic
 from policies.tuned import capacity, pairs, tuned
-from policies.tuning import Search, Space, Trials, Window
+from policies.tuning import WARMUP, Search, Space, Trials, Window
 from traces import builtin
 from train import main
 
@@ -128,8 +128,9 @@ def test_goodput_is_that_of_the_leaderboard() -> None:
 
     trace = builtin("conversation")
     trials = Trials(load_cluster("2p2d"), [trace], [(4.0, 4.0)])
-    (window,) = trials.validation()
-    setting = make_setting(trace, make_part(trace, "validation", 0, 1, "builtin:conversation"), "2p2d")
+    window = trials.validation()[0]
+    assert window.jitter == 0
+    setting = make_setting(trace, make_part(trace, "validation", WARMUP, 1, "builtin:conversation"), "2p2d")
     for name in ("random+early", "conductor+slo:threshold=0.8"):
         assert trials.goodput([name], [window])[0] == replay_compiled(name, setting, 4.0, 0).good.mean()
 

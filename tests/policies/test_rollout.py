@@ -20,10 +20,11 @@ from envs.simulator import Simulator
 from envs.spec import load_cluster
 from envs.state import Source
 from policies import make_policy
+from policies.clairvoyant import CANDIDATES, OTHERS, candidates
 from policies.networks import SetScorer
 from policies.registry import CompiledPolicy
 from policies.trainers import rollout
-from policies.trainers.rollout import Branches, Branching, candidates, fit, loss_of, read_branches
+from policies.trainers.rollout import Branches, Branching, fit, loss_of, read_branches
 from policies.trainers.workload import Workload
 from train import main
 
@@ -106,12 +107,12 @@ def test_candidates_are_valid_distinct_and_hold_what_matters(workload: Workload)
         found = candidates(observation, 0, own, routed, rng)
         assert found[0] == own
         assert {0, routed} <= set(found)
-        assert len(found) == len(set(found)) <= rollout.CANDIDATES
+        assert len(found) == len(set(found)) <= CANDIDATES
         for action in found:
             pair, source = divmod(action - 1, 3)
             assert action == 0 or (observation.prefill_mask[0, pair // 8, source] and pair // 8 != 3)
         most = max(most, len(found))
-    assert most >= 2 + 2 * rollout.OTHERS
+    assert most >= 2 + 2 * OTHERS
 
 
 def test_the_base_must_be_the_prior(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +125,9 @@ def planted(count: int, rng: np.random.Generator) -> Branches:
     """States in which rejecting is worth 2 when the prompt is long, and -2 when it is short."""
     request = rng.exponential(5.0, (count, 5)).astype(np.float32)
     request[:, 0] = rng.choice([1000.0, 50_000.0], count)
-    actions = np.full((count, rollout.CANDIDATES), -1, np.int64)
+    actions = np.full((count, CANDIDATES), -1, np.int64)
     actions[:, 0], actions[:, 1] = 1, 0
-    good = np.zeros((count, rollout.CANDIDATES), np.float32)
+    good = np.zeros((count, CANDIDATES), np.float32)
     good[:, 1] = np.where(request[:, 0] > 10_000, 2.0, -2.0) + rng.normal(0.0, 1.0, count)
     tables = [rng.exponential(5.0, shape).astype(np.float32) for shape in ((count, 2, 13), (count, 2, 10), (count, 7))]
     return Branches(request, *tables, np.ones((count, 13), np.bool_), actions, good)
@@ -149,13 +150,13 @@ def test_loss_sees_differences_only() -> None:
     branches = planted(50, rng)
     scorer = SetScorer(8, anchored=True)
     loss, blind = loss_of(scorer, branches)
-    assert float(loss) == pytest.approx(float(blind))
+    assert loss.item() == pytest.approx(blind.item())
     shifted, _ = loss_of(scorer, branches._replace(good=branches.good + np.float32(7.0)))
-    assert float(shifted) == pytest.approx(float(loss), rel=1e-5)
+    assert shifted.item() == pytest.approx(loss.item(), rel=1e-5)
     unused = branches.good.copy()
     unused[:, 5] = 99.0
     other, _ = loss_of(scorer, branches._replace(good=unused))
-    assert float(other) == float(loss)
+    assert other.item() == loss.item()
 
 
 def test_gathering_is_reproducible(workload: Workload) -> None:
