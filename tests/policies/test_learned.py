@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -16,6 +18,7 @@ from policies.artifact import read_metadata
 from policies.clairvoyant import Clairvoyant
 from policies.registry import CLAIRVOYANT, LEARNED, CompiledPolicy
 from policies.run_folder import TABLES, action_masks
+from train import parse
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,8 @@ def test_it_says_how_it_was_made() -> None:
     about = read_metadata(LEARNED)
     training = about["training"]
     assert training["command"].startswith("python train.py --algo rollout --trace mooncake:conversation,mooncake:syn")
+    options = parse(shlex.split(training["command"])[2:])
+    assert (options.algo, options.capacity, options.seed) == ("rollout", "0.8,2.5", 0)
     assert training["seed"] == 0
     assert list(training["trained_on"]["traces"]) == ["mooncake:conversation", "mooncake:synthetic"]
     assert (training["trained_on"]["prefill"], training["trained_on"]["decode"]) == (8, 8)
