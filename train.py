@@ -458,6 +458,23 @@ def make_workloads(options: Options, spec: Any) -> list[Any]:
     return found
 
 
+def check_base(options: Options) -> None:
+    """Refuse a heuristic to start from that the algorithm cannot start from, before there is a folder.
+
+    Raises:
+        policies.PolicyError: naming it, and what was expected.
+    """
+    from policies.registry import gate_of, make_policy
+    from policies.tuning import Space
+
+    if options.algo == "cma":
+        Space(options.base)
+    elif options.algo == "bc":
+        make_policy(options.base)
+    elif options.base:
+        gate_of(options.base)
+
+
 def run(options: Options, leaderboard: bool) -> int:
     """Train, and compare with heuristics if asked; returns the exit code.
 
@@ -476,10 +493,7 @@ def run(options: Options, leaderboard: bool) -> int:
     trainer = importlib.import_module(f"policies.trainers.{options.algo}")
     spec = load_cluster(options.cluster)
     workloads = make_workloads(options, spec)
-    if algorithm.anchored is None:
-        from policies.tuning import Space
-
-        Space(options.base)  # says now what cannot be tuned, before there is a folder
+    check_base(options)
     folder = make_folder(options)
     resumed = bool(options.resume)
     if not resumed:

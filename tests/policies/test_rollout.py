@@ -119,6 +119,7 @@ def test_the_base_must_be_the_prior(tmp_path: Path, capsys: pytest.CaptureFixtur
     with pytest.raises(SystemExit):
         main([*SMALL, "--base=conductor+slo", "--out", str(tmp_path / "run")])
     assert "expected prior[:option=value,...]" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 def planted(count: int, rng: np.random.Generator) -> Branches:
