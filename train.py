@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -556,4 +557,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    # A shell has what it starts in the background ignore this signal, and Python leaves it at that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.exit(main(sys.argv[1:]))

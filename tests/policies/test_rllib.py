@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -24,6 +25,7 @@ import yaml
 
 import traces
 from envs.cluster_env import Episodes
+from envs.sb3 import ClusterVecEnv
 from envs.spec import load_cluster
 from policies import make_policy
 from policies.networks import MASKED, SetScorer
@@ -32,7 +34,8 @@ from train import main
 
 pytest.importorskip("ray", reason="pip install 'conductor-gym[rllib]'")
 
-from policies.trainers import ppo, rllib
+from policies.trainers import rllib
+from policies.trainers.learner import BASELINE, REWARD_SCALE
 
 ROOT = Path(__file__).parents[2]
 _FLAGS = (
@@ -114,22 +117,19 @@ def test_module_is_the_set_scorer_and_never_chooses_what_is_masked() -> None:
     assert masked > 1000
 
 
-def test_streams_are_those_of_ppo() -> None:
-    """Same windows, decisions and rewards; windows are truncated at the last decision, with reward 0."""
+def test_streams_are_windows_cut_off_at_their_last_decision() -> None:
+    """The clusters of Stable-Baselines3's environment, with masks; first windows are shorter, with reward 0 at the cut."""
     clusters, requests = 3, 40
     ours = streams_of(clusters, requests)
     trace = traces.load("builtin:conversation").rows(0, 3000)
-    theirs = ppo.RequestStream(
-        clusters, load_cluster("2p2d"), trace, "train", Episodes(requests=requests, load=2.0)
-    )
+    theirs = ClusterVecEnv(clusters, load_cluster("2p2d"), trace, "train", Episodes(requests=requests, load=2.0))
     observation, _ = ours.reset(seed=5)
     states = np.random.SeedSequence(5).generate_state(clusters).tolist()
     theirs._rngs = [np.random.default_rng(state) for state in states]
-    expected = theirs.reset()
+    expected: Any = theirs.reset()
     cuts = [requests * (c + 1) // clusters for c in range(clusters)]
     rng = np.random.default_rng(0)
-    # A window's end takes `ours` one step more: only up to the first end are the clusters in step.
-    for _ in range(cuts[0]):
+    for step in range(1, cuts[0] + 1):
         for name, table in expected.items():
             np.testing.assert_array_equal(observation[name], table)
         np.testing.assert_array_equal(observation["action_mask"], theirs.action_masks())
@@ -137,15 +137,16 @@ def test_streams_are_those_of_ppo() -> None:
         last = observation
         observation, rewards, terminated, truncated, _ = ours.step(actions)
         theirs.step_async(actions)
-        expected, wanted, done, infos = theirs.step_wait()
-        np.testing.assert_allclose(rewards, wanted, rtol=1e-6)
+        expected, goods, done, _ = theirs.step_wait()
+        wanted = (goods - BASELINE) * REWARD_SCALE
+        np.testing.assert_allclose(rewards[~truncated], wanted[~truncated], rtol=1e-6)
         assert not terminated.any()
-        np.testing.assert_array_equal(truncated, done)
-    assert truncated.tolist() == [True, False, False]
-    for name, table in infos[0]["terminal_observation"].items():
-        np.testing.assert_array_equal(observation[name][0], table)
-        np.testing.assert_array_equal(last[name][0], table)
-    assert ours.take_counts()["good"] == theirs.take_counts()["good"] > 0
+        assert not done.any()
+        assert truncated.tolist() == [step == cuts[0], False, False]
+    assert rewards[0] == 0.0
+    for name, table in last.items():
+        np.testing.assert_array_equal(observation[name][0], table[0])
+    assert ours.take_counts()["good"] > 0
 
     # From here on every cluster ends after a whole window, and its next step is a new window's first observation.
     ends: list[list[int]] = [[cuts[0]], [], []]
@@ -282,7 +283,7 @@ def test_another_trainers_checkpoint_is_refused(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "cannot go on from it" in error_of(
-        ["--resume", str(run), "--algo", "ppo", "--steps", "100000"], capsys
+        ["--resume", str(run), "--algo", "ppo", "--group", "1", "--steps", "100000"], capsys
     )
 
 
@@ -323,8 +324,8 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
     )
     assert shown.returncode == 2
     assert shown.stderr == (
-        "train.py: error: training with rllib needs ray, which is not installed: "
-        "pip install 'conductor-gym[rllib]'\n"
+        "train.py: error: --algo rllib needs ray, which is not installed: "
+        "pip install 'conductor-gym[train,rllib]'\n"
     )
     assert not (tmp_path / "run").exists()
 
