@@ -206,7 +206,7 @@ def _model(options: Options, stream: RequestStream, from_file: Path | None) -> C
                 device=device,
                 custom_objects={**settings, "n_envs": stream.num_envs},
             )
-        except (ValueError, RuntimeError, KeyError, OSError) as error:
+        except (ValueError, RuntimeError, KeyError, OSError, AssertionError) as error:
             raise PolicyError(f"{from_file}: cannot go on from it: {' '.join(str(error).split())}") from None
         model.set_random_seed(options.seed + model.num_timesteps)
     model.credit = Credit(options.gamma, options.gae_lambda, options.horizon_s, options.own_credit, options.group)

@@ -118,7 +118,7 @@ def test_module_is_the_set_scorer_and_never_chooses_what_is_masked() -> None:
 
 
 def test_streams_are_windows_cut_off_at_their_last_decision() -> None:
-    """The clusters of Stable-Baselines3's environment, with masks; first windows are shorter, with reward 0 at the cut."""
+    """The clusters of Stable-Baselines3's environment, with masks; first windows are shorter, reward 0 at the cut."""
     clusters, requests = 3, 40
     ours = streams_of(clusters, requests)
     trace = traces.load("builtin:conversation").rows(0, 3000)
