@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
@@ -36,8 +37,8 @@ from envs.state import Observation, Source
 from envs.suite import Suite, load_suite, suite_names
 from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, as_markdown, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
+from policies.artifact import OnnxPolicy
 from policies.clairvoyant import Clairvoyant
-from policies.run_folder import NetworkPolicy
 from policies.tuned import tuned
 from traces import Trace, TraceError
 from traces import load as load_trace
@@ -198,7 +199,7 @@ def make_setting(trace: Trace, part: Part, cluster: str) -> Setting:
 
 
 class Contestant:
-    """A policy by name. Compiled ones are made anew for each replay, so replays may run in threads."""
+    """A policy by name. Compiled ones are copied for each replay, so replays may run in threads."""
 
     def __init__(self, name: str) -> None:
         try:
@@ -223,7 +224,7 @@ class Contestant:
     def replays(self, setting: Setting, runs: Sequence[tuple[float, int]]) -> list[Replay]:
         """One replay for each (load, seed)."""
         if self.compiled:
-            return [replay_compiled(self.name, setting, load, seed) for load, seed in runs]
+            return [replay_compiled(copy(self.policy), setting, load, seed) for load, seed in runs]
         size = int(BATCH_BYTES // setting.simulator().bytes_per_cluster)
         size = max(1, min(BATCH_CLUSTERS, size))
         batches = [runs[i : i + size] for i in range(0, len(runs), size)]
@@ -237,9 +238,8 @@ class Contestant:
 _own = threading.local()
 
 
-def replay_compiled(name: str, setting: Setting, load: float, seed: int) -> Replay:
-    """A whole replay without returning to Python; leaves the GIL to others meanwhile."""
-    policy = make_policy(name)
+def replay_compiled(policy: Policy, setting: Setting, load: float, seed: int) -> Replay:
+    """A whole replay without returning to Python, and without the GIL. The policy is this call's own."""
     assert isinstance(policy, CompiledPolicy)
     policy.reset(1, seed)
     if getattr(_own, "setting", None) is not setting:
@@ -781,7 +781,7 @@ def logged_choices(contestant: Contestant, logged: off_policy.Logged) -> np.ndar
         # A compiled policy cannot write to it, and keeps a handle on the tables it knows.
         return decide(policy, name, seen if contestant.compiled else read_only(seen))
 
-    return off_policy.choices(logged, choose, batched=isinstance(policy, NetworkPolicy))
+    return off_policy.choices(logged, choose, batched=isinstance(policy, OnnxPolicy))
 
 
 def logging_policy(columns: dict[str, np.ndarray]) -> tuple[Contestant | None, str]:

@@ -110,7 +110,7 @@ class Options:
     base: str = ""
     """The heuristic to start from: whose options are tuned (cma, rollout), that is cloned (bc), a prior (ppo)."""
     generations: int = 40
-    """cma, rollout: generations of this."""
+    """cma, rollout: generations of CMA-ES."""
     population: int = 0
     """cma, rollout: candidates per generation; 0: 4 + 3 log of the number of options."""
     windows: int = 16

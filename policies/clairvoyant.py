@@ -8,6 +8,7 @@ being known and the policy deciding from there on. What it reaches can be reache
 from __future__ import annotations
 
 import math
+from copy import copy
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,13 +83,14 @@ class Clairvoyant(CompiledPolicy):
         if until_s < math.inf or scratch == cluster:
             raise ValueError("a clairvoyant replay needs a second cluster, to try out decisions, and has no until_s")
         rng = np.random.default_rng(0)
-        self._router.reset(len(self.memory), 0)
+        router = copy(self._router)  # a copy of this policy has the same one
+        router.reset(len(self.memory), 0)
         tables = simulator.observation_tables
         actions, done = np.zeros(simulator.clusters, np.int64), np.zeros(simulator.clusters, np.bool_)
         observation = Observation(*(table[cluster : cluster + 1] for table in tables))
         more = simulator.observe(cluster)
         while more and limit > 0:
-            own, routed = int(self.decide(observation)[0]), int(self._router.decide(observation)[0])
+            own, routed = int(self.decide(observation)[0]), int(router.decide(observation)[0])
             tried = np.array(candidates(observation, 0, own, routed, rng), np.int64)
             good = self.branch(simulator, cluster, scratch, tried, horizon=HORIZON)
             actions[cluster] = tried[good.argmax()]  # of equal ones the first, the policy's own

@@ -181,32 +181,6 @@ def action_masks(observation: Observation) -> NDArray[np.bool_]:
     return np.concatenate([always, pairs.reshape(len(pairs), -1)], axis=1)
 
 
-class NetworkPolicy:
-    """A set scorer as a `Policy`: the valid action with the largest logit."""
-
-    def __init__(self, scorer: SetScorer, name: str, recheck: bool, device: str = "cpu") -> None:
-        self.scorer = scorer
-        self.name = name
-        self.recheck = recheck
-        self.device = device
-
-    def reset(self, clusters: int, seed: int) -> None:
-        """Nothing to forget: a decision depends on the observation only."""
-
-    def decide(self, observation: Observation) -> NDArray[np.int64]:
-        """Actions int64[C]; any pool size."""
-        import torch
-
-        with torch.inference_mode():
-            tables = {
-                name: torch.from_numpy(table).to(self.device)
-                for name, table in float32_tables(observation).items()
-            }
-            masks = torch.from_numpy(action_masks(observation)).to(self.device)
-            actions: NDArray[np.int64] = self.scorer(tables, masks).argmax(1).cpu().numpy()
-        return actions
-
-
 def weights_of(scorer: SetScorer) -> dict[str, Any]:
     """A scorer's weights by their names in a file."""
     return {f"{WEIGHTS}{name}": value for name, value in scorer.state_dict().items()}

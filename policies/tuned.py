@@ -18,7 +18,7 @@ from traces import Trace
 
 from .policy import PolicyError
 from .registry import ADMISSIONS, ROUTERS, CompiledPolicy, make_policy
-from .tuning import Search, Space, Trials, evolve, finalists
+from .tuning import Contender, Space, Trials
 
 FIRST_GENERATIONS, MORE_GENERATIONS = 8, 24  # of every router with every admission; of a router with its best one
 WINDOWS, REQUESTS = 6, 1300  # per generation, and in each
@@ -57,27 +57,11 @@ def capacity(spec: ClusterSpec, trace: Trace) -> float:
     return highest.load
 
 
-class _Contender:
-    """A heuristic being tuned, and the best of it so far on validation."""
-
-    def __init__(self, base: str, trials: Trials, seed: int) -> None:
-        self.base = base
-        self.trials = trials
-        self.seed = seed
-        self.search = Search(Space(base), seed)
-        self.generations = 0
-        self.policy = base
-        self.default = self.goodput = float(trials.goodput([base], trials.validation())[0])
-
-    def tune(self, generations: int) -> None:
-        """Go on for some generations, and judge where that led to."""
-        for _ in range(generations):
-            self.generations += 1
-            candidates, goodput = evolve(self.search, self.trials, WINDOWS, self.seed, self.generations)
-        found = finalists(self.search, candidates, goodput)
-        judged = self.trials.goodput(found, self.trials.validation())
-        if judged.max() > self.goodput:
-            self.policy, self.goodput = found[int(judged.argmax())], float(judged.max())
+def _tune(contender: Contender) -> None:
+    """FIRST_GENERATIONS more, and where they led to."""
+    for _ in range(FIRST_GENERATIONS):
+        contender.step()
+    contender.judge()
 
 
 def pairs(only: Iterable[str] = ()) -> dict[str, list[str]]:
@@ -120,14 +104,14 @@ def tune(
     for names in routers.values():
         contenders = []
         for name in names:
-            contender = _Contender(name, trials, seed)
-            contender.tune(FIRST_GENERATIONS)
+            contender = Contender(name, trials, seed, windows=WINDOWS)
+            _tune(contender)
             contenders.append(contender)
             done += FIRST_GENERATIONS
             show(done, f"{name} {contender.default:.4f} -> {contender.goodput:.4f}")
         best = max(contenders, key=lambda contender: contender.goodput)
         for _ in range(MORE_GENERATIONS // FIRST_GENERATIONS):
-            best.tune(FIRST_GENERATIONS)
+            _tune(best)
             done += FIRST_GENERATIONS
             show(done, f"{best.base} {best.default:.4f} -> {best.goodput:.4f}")
         kept.append(best)

@@ -271,6 +271,35 @@ def finalists(search: Search, candidates: Sequence[str], goodput: NDArray[np.flo
     return [search.mean(), *(candidates[i] for i in best)]
 
 
+class Contender:
+    """A heuristic being tuned, and the best of it on validation so far; at first as it was given.
+
+    Args:
+        windows: per generation. population: see `Search`.
+    """
+
+    def __init__(self, base: str, trials: Trials, seed: int, *, windows: int, population: int = 0) -> None:
+        self.base, self.trials, self.seed, self.windows = base, trials, seed, windows
+        self.search = Search(Space(base), seed, population)
+        self.generations = 0
+        self.policy = base
+        self.default = self.goodput = float(trials.goodput([base], trials.validation())[0])
+        self._last: tuple[list[str], NDArray[np.float64]] = ([], np.zeros(0))
+
+    def step(self) -> float:
+        """One more generation; the mean goodput of its candidates."""
+        self.generations += 1
+        self._last = evolve(self.search, self.trials, self.windows, self.seed, self.generations)
+        return float(self._last[1].mean())
+
+    def judge(self) -> None:
+        """Judge on validation where the search has got to."""
+        found = finalists(self.search, *self._last)
+        judged = self.trials.goodput(found, self.trials.validation())
+        if judged.max() > self.goodput:
+            self.policy, self.goodput = found[int(judged.argmax())], float(judged.max())
+
+
 def part_of(trace: Trace, part: str) -> tuple[int, int]:
     """First request of a part of a trace, and the one after its last."""
     if part == "all":

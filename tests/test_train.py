@@ -17,6 +17,7 @@ import yaml
 
 from policies import make_policy
 from policies.run_folder import load_weights
+from tests.training import error_of
 from train import Options, UsageError, main, options_from_yaml, parse, parse_range
 
 ROOT = Path(__file__).parents[1]
@@ -33,18 +34,6 @@ def weights(file: Path) -> dict[str, torch.Tensor]:
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a refusal."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    text = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert text.startswith("train.py: error: ")
-    assert text.count("\n") == 1, text
-    return text
 
 
 def test_train_resume_and_same_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

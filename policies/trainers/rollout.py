@@ -48,7 +48,7 @@ from policies.run_folder import (
 )
 from policies.trainers.progress import Progress
 from policies.trainers.workload import Workload
-from policies.tuning import VALIDATION_JITTERS, Search, Space, Trials, evolve, finalists
+from policies.tuning import VALIDATION_JITTERS, Contender, Trials
 
 CLUSTERS = 16  # replayed side by side
 BRANCHED = 25  # one of as many requests is branched at
@@ -269,21 +269,19 @@ class Run:
 
     def find_prior(self) -> str | None:
         """The prior with the options that do best on validation of those CMA-ES finds; None when it was stopped."""
-        options, trials = self.options, self.trials
-        search = Search(Space(options.base), options.seed, options.population)
-        best, score = options.base, float(trials.goodput([options.base], trials.validation())[0])
+        options = self.options
+        contender = Contender(
+            options.base, self.trials, options.seed, windows=options.windows, population=options.population
+        )
         with Progress(options.generations, 0) as progress:
             for generation in range(1, options.generations + 1):
                 if self.stopped():
                     return None
-                found, goodput = evolve(search, trials, options.windows, options.seed, generation)
+                goodput = contender.step()
                 if generation % VALIDATE_EVERY == 0 or generation == options.generations:
-                    judged = finalists(search, found, goodput)
-                    scores = trials.goodput(judged, trials.validation())
-                    if scores.max() > score:
-                        best, score = judged[int(scores.argmax())], float(scores.max())
-                progress.show(generation, f"prior: goodput {goodput.mean():.3f}  validation {score:.4f}")
-        return best
+                    contender.judge()
+                progress.show(generation, f"prior: goodput {goodput:.3f}  validation {contender.goodput:.4f}")
+        return contender.policy
 
     def new_scorer(self, prior: str) -> SetScorer:
         """Untrained: decides as the prior."""
@@ -292,10 +290,10 @@ class Run:
         scorer.gate.copy_(torch.from_numpy(gate_of(prior)))
         return scorer.eval()
 
-    def goodputs(self, scorers: Sequence[SetScorer]) -> NDArray[np.float64]:
-        """Of scorers in the windows of the validation parts: float64[scorers, windows]."""
-        policies = [compiled_policy(scorer, "present", RECHECK) for scorer in scorers]
-        scores: NDArray[np.float64] = self.trials.scores(policies, self.trials.validation())
+    def goodputs(self, scorer: SetScorer) -> NDArray[np.float64]:
+        """Of a scorer in the windows of the validation parts: float64[windows]."""
+        policy = compiled_policy(scorer, "present", RECHECK)
+        scores: NDArray[np.float64] = self.trials.scores([policy], self.trials.validation())[0]
         return scores
 
     def choose_margin(self, scorer: SetScorer, base: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -310,7 +308,7 @@ class Run:
         found = []
         for margin in MARGINS:
             scorer.margin.fill_(margin)
-            found.append(self.goodputs([scorer])[0])
+            found.append(self.goodputs(scorer))
 
         def rank(i: int) -> tuple[bool, float]:
             worst = (found[i] - base).reshape(-1, VALIDATION_JITTERS).mean(1).min()
@@ -375,7 +373,7 @@ def _rounds(run: Run) -> bool:
     write_atomically(kept, prior + "\n")
     scorer = run.new_scorer(prior)
     scorer.margin.fill_(max(MARGINS))
-    base = run.goodputs([scorer])[0]
+    base = run.goodputs(scorer)
     best = run.note(0, base, prior=prior)
     run.metrics["best"] = {"steps": 0, "goodput": best}
     save_weights(folder / "best.zip", weights_of(scorer), {})

@@ -34,8 +34,9 @@ from policies.artifact import (
     to_onnx,
 )
 from policies.networks import MASKED, SetScorer
-from policies.run_folder import NetworkPolicy, action_masks, float32_tables, load_weights, observation_schema
+from policies.run_folder import action_masks, float32_tables, load_weights, observation_schema
 from policies.trainers.workload import Workload
+from tests.torch_policy import NetworkPolicy
 from train import Options, parse_range, write_config
 
 ROOT = Path(__file__).parents[2]

@@ -22,6 +22,7 @@ from policies.__main__ import app
 from policies.registry import parse_heuristic
 from policies.tuned import capacity, pairs, tuned
 from policies.tuning import WARMUP, Search, Space, Trials, Window
+from tests.training import error_of
 from traces import builtin
 from train import main
 
@@ -32,18 +33,6 @@ SMALL = ["--algo=cma", "--cluster=2p2d", "--episode-requests=200", "--windows=3"
 def run(out: Path, *more: str) -> dict:
     assert main([*SMALL, "--out", str(out), *more]) == 0
     return json.loads((out / "metrics.json").read_text())
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a refusal."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    text = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert text.startswith("train.py: error: ")
-    assert text.count("\n") == 1, text
-    return text
 
 
 def options_of(name: str) -> list[tuple]:
@@ -132,7 +121,7 @@ def test_goodput_is_that_of_the_leaderboard() -> None:
     assert window.jitter == 0
     setting = make_setting(trace, make_part(trace, "validation", WARMUP, 1, "builtin:conversation"), "2p2d")
     for name in ("random+early", "conductor+slo:threshold=0.8"):
-        assert trials.goodput([name], [window])[0] == replay_compiled(name, setting, 4.0, 0).good.mean()
+        assert trials.goodput([name], [window])[0] == replay_compiled(make_policy(name), setting, 4.0, 0).good.mean()
 
 
 def test_same_seed_same_run_and_resumed_equals_uninterrupted(

@@ -15,7 +15,8 @@ from envs.state import Observation
 from policies import compiled_scorer, networks
 from policies.networks import SetScorer
 from policies.registry import compiled_policy
-from policies.run_folder import TABLES, NetworkPolicy, action_masks, float32_tables
+from policies.run_folder import TABLES, action_masks, float32_tables
+from tests.torch_policy import NetworkPolicy
 
 
 def scorer_like_trained(hidden: int, anchored: bool, seed: int, scale: float = 0.3) -> SetScorer:

@@ -15,7 +15,7 @@ from envs.simulator import Simulator
 from envs.spec import load_cluster
 from policies import make_policy
 from policies.networks import MASKED, Gate, SetPolicy, SetScorer
-from policies.run_folder import NetworkPolicy
+from tests.torch_policy import NetworkPolicy
 
 TABLES = {"request": (5,), "prefill": (13,), "decode": (10,), "cluster": (7,)}
 

@@ -30,6 +30,7 @@ from envs.spec import load_cluster
 from policies import make_policy
 from policies.networks import MASKED, SetScorer
 from policies.run_folder import load_training, load_weights
+from tests.training import error_of
 from train import main
 
 pytest.importorskip("ray", reason="pip install 'conductor-gym[rllib]'")
@@ -43,17 +44,6 @@ _FLAGS = (
     "--n-steps=32 --minibatch=64 --hidden=8 --eval-requests=200 --device=cpu",
 )
 SMALL = " ".join(_FLAGS).split(" ")
-
-
-def error_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """The one line on stderr of a refusal."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stopped:
-        main(arguments)
-    text = capsys.readouterr().err
-    assert stopped.value.code == 2
-    assert text.startswith("train.py: error: ") and text.count("\n") == 1, text
-    return text
 
 
 # --- environment and network -------------------------------------------------------------------
