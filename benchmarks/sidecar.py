@@ -69,7 +69,7 @@ CLUSTER: dict[str, Any] = {
 }
 
 
-def conductor(policy: str = "conductor+predictive") -> Any:
+def conductor(policy: str = "conductor+predictive", cluster: dict[str, Any] = CLUSTER) -> Any:
     """A conductor with a full index."""
     from runtime.block_hash import hash_blocks
     from runtime.conductor import Conductor
@@ -78,7 +78,7 @@ def conductor(policy: str = "conductor+predictive") -> Any:
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cluster.yaml"
-        path.write_text(yaml.safe_dump(CLUSTER))
+        path.write_text(yaml.safe_dump(cluster))
         made = Conductor(load_live_cluster(path), policy, blocks=2 * INDEX_BLOCKS)
     rng = np.random.default_rng(0)
     for i in range(INDEX_BLOCKS // 500):
@@ -404,10 +404,10 @@ def stream_rates(rounds: int = 5, count: int = 3000) -> dict[str, float]:
         path = Path(folder) / "cluster.yaml"
         workers = [{k: v for k, v in worker.items() if k != "address"} for worker in CLUSTER["workers"]]
         nodes = [{"count": WORKERS // 2, "hardware": SWIFT}]
-        index = Path(folder) / "index.npz"
-        write(index, encode(capture(conductor().state, {})))
-        swift = {"prefill": nodes, "decode": nodes, "prior_decode_s": 0.05, "workers": workers}
-        path.write_text(yaml.safe_dump(CLUSTER | swift))
+        swift = CLUSTER | {"prefill": nodes, "decode": nodes, "prior_decode_s": 0.05, "workers": workers}
+        path.write_text(yaml.safe_dump(swift))
+        index = Path(folder) / "index.npz"  # with it, the sidecar takes over what was expected of a request
+        write(index, encode(capture(conductor(cluster=swift).state, {})))
         serve = (
             "--cluster",
             str(path),

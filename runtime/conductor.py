@@ -145,7 +145,7 @@ class Conductor:
         self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant of the workers' KV events
         self.on_made: list[Callable[[Made], None]] = []
         self.on_ended: list[Callable[[Reservation], None]] = []
-        self.later: Callable[[Callable[[], None]], object] | None = None  # who runs `tell` once an answer is on its way
+        self.tells_later = False  # whoever serves calls `catch_up` soon after an answer is on its way, and with it `tell`
         self._untold: Made | None = None
         self._random = random.Random(seed)
         self._pairs = np.full((FALLBACKS, 2), -1, np.int64)
@@ -222,10 +222,8 @@ class Conductor:
             made.shadow_action = self._alone(self.shadow, observation)
         made.seconds = time.perf_counter() - started
         self._untold = made
-        if self.later is None:
+        if not self.tells_later:
             self.tell()
-        else:
-            self.later(self.tell)
         return answer
 
     def tell(self) -> None:
@@ -436,6 +434,7 @@ class Conductor:
 
     def catch_up(self) -> None:
         """Bring the books up to now, so that the next decision has less to do."""
+        self.tell()
         self.state.advance(self.clock.now())
 
     # --- what becomes of it ------------------------------------------------------------------------------------------

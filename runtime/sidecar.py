@@ -260,7 +260,7 @@ class Sidecar:
         self._follow_workers(cursors)
         conductor.on_made.append(self._made)
         conductor.on_ended.append(self._ended)
-        conductor.later = asyncio.get_running_loop().call_soon
+        conductor.tells_later = True  # `_tick` catches up
         self._pull_metrics()
         await self._serve_grpc()
         await self._serve_http()
@@ -568,10 +568,11 @@ class Sidecar:
         """Leases end and predictions come due even while no request comes."""
         while True:
             await asyncio.sleep(BUSY_TICK_S if self.conductor.state.flying else TICK_S)
-            if self.conductor.clock.external:
-                continue
             try:
-                self.conductor.catch_up()
+                if self.conductor.clock.external:
+                    self.conductor.tell()
+                else:
+                    self.conductor.catch_up()
             except Exception:
                 log.exception("what was due could not be done")
 

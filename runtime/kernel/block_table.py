@@ -2,10 +2,11 @@
 
 One header record (`INDEX`) holds sizes and addresses; kernels get its address. Five tables hang on it:
 
-- `slots`, an open-addressing hash table by own hash; a slot holds the number and whether it was touched of late.
+- `slots`, an open-addressing hash table by own hash; a slot holds the number.
 - `blocks` (the ClusterState's) and `media`, residency per block: four rows of 16 instances per word in each. `media`
   has the truth per medium (GPU, CPU, DISK, and ROUTED for what is only assumed), `blocks` what policies look at.
-- `cells`, one record per number: hash, the block before it, how many follow it, how many requests hold it.
+- `cells`, one record per number: hash, the block before it, how many follow it, how many requests hold it, and whether
+  it was touched of late.
 - `engine`, what the engines call the blocks (engine_hashes.py).
 - `expected`, how many requests will bring a block to an instance; `routes` and `routed`, what is only assumed to be
   somewhere (expectations.py).
@@ -29,8 +30,10 @@ from .xxh3 import next_hash, u8_at
 GPU, CPU, DISK, ROUTED = 0, 1, 2, 3
 MEDIA = 4
 
-SLOT = np.dtype([("hash", "u8"), ("number", "i4"), ("touched", "i4")])  # number + 1; 0 is an empty slot
-CELL = np.dtype([("hash", "u8"), ("before", "i4"), ("followers", "i4"), ("held", "i4"), ("used", "i4")])
+SLOT = np.dtype([("hash", "u8"), ("number", "i8")])  # number + 1; 0 is an empty slot
+CELL = np.dtype(
+    [("hash", "u8"), ("before", "i4"), ("followers", "i4"), ("held", "i4"), ("used", "i2"), ("touched", "i2")]
+)
 INSTANCE = np.dtype(
     [
         ("gpu", "i8"),  # blocks per medium
@@ -117,14 +120,28 @@ def search(index, own):
 
 
 @compiled
-def look_up(index, own):
-    """The number of a hash, touched; -1 if it is not known."""
-    slot = slot_of(index, search(index, own))
-    if slot.number == 0:
-        return np.int64(-1)
-    if slot.touched == 0:
-        slot.touched = 1
-    return np.int64(slot.number) - 1
+def follows(index, own, before):
+    """Whether a hash has the number after `before` (-1: none is). Most of a chain got its numbers in a row, and so lies
+    in a row, while the slots of its hashes are all over memory."""
+    number = before + 1
+    if before < 0 or number >= index.capacity:
+        return False
+    cell = cell_of(index, number)
+    return cell.used != 0 and cell.hash == own
+
+
+@compiled
+def look_up(index, own, before):
+    """The number of a hash, touched; -1 if it is not known. `before`: the number of the block before it, or -1."""
+    number = before + 1
+    if not follows(index, own, before):
+        number = np.int64(slot_of(index, search(index, own)).number) - 1
+        if number < 0:
+            return number
+    cell = cell_of(index, number)
+    if cell.touched == 0:
+        cell.touched = 1
+    return number
 
 
 @compiled
@@ -141,11 +158,8 @@ def _vacate(index, at):
             target = slot_of(index, hole)
             target.hash = slot.hash
             target.number = slot.number
-            target.touched = slot.touched
             hole = at
-    empty = slot_of(index, hole)
-    empty.number = 0
-    empty.touched = 0
+    slot_of(index, hole).number = 0
 
 
 # --- residency ------------------------------------------------------------------------------------------------------
@@ -286,28 +300,24 @@ def _evict(index, number):
 def _make_room(index):
     """Free a number: of the block before the last one evicted, if that was not touched since; else by second chance.
 
-    The hand goes round the slots. A touched block loses its touch as the hand passes, an untouched one at the end of
+    The hand goes round the numbers. A touched block loses its touch as the hand passes, an untouched one at the end of
     a chain goes. So a chain goes from its end, and only after a whole round in which nobody asked for it.
     """
     if index.exhausted != 0:
         return False
     victim = index.next_victim
     index.next_victim = -1
-    if (
-        victim >= 0
-        and _can_go(index, victim)
-        and slot_of(index, search(index, cell_of(index, victim).hash)).touched == 0
-    ):
+    if victim >= 0 and _can_go(index, victim) and cell_of(index, victim).touched == 0:
         _evict(index, victim)
         return True
-    for _ in range(2 * (index.slot_mask + 1) + 1):
-        at = index.hand
-        slot = slot_of(index, at)
-        if slot.number != 0 and slot.touched == 0 and _can_go(index, np.int64(slot.number) - 1):
-            _evict(index, np.int64(slot.number) - 1)  # something else may now be in this slot: the hand stays
+    for _ in range(2 * index.capacity + 1):
+        number = index.hand
+        index.hand = number + 1 if number + 1 < index.capacity else 0
+        cell = cell_of(index, number)
+        if cell.used != 0 and cell.touched == 0 and _can_go(index, number):
+            _evict(index, number)
             return True
-        slot.touched = 0
-        index.hand = (at + 1) & index.slot_mask
+        cell.touched = 0
     index.exhausted = 1  # until something is let go, looking again would find nothing
     return False
 
@@ -315,12 +325,16 @@ def _make_room(index):
 @compiled
 def number_of(index, own, before):
     """The number of a hash, touched, given one if it has none; -1 if there is no room. `before` is kept meanwhile."""
-    at = search(index, own)
-    slot = slot_of(index, at)
-    if slot.number != 0:
-        if slot.touched == 0:
-            slot.touched = 1
-        return np.int64(slot.number) - 1
+    number = before + 1
+    at = np.int64(-1)
+    if not follows(index, own, before):
+        at = search(index, own)
+        number = np.int64(slot_of(index, at).number) - 1
+    if number >= 0:
+        cell = cell_of(index, number)
+        if cell.touched == 0:
+            cell.touched = 1
+        return number
     if index.free == 0:
         if before >= 0:
             cell_of(index, before).held += 1
@@ -332,19 +346,19 @@ def number_of(index, own, before):
         if not made:
             return np.int64(-1)
         at = search(index, own)
-        slot = slot_of(index, at)
     index.free -= 1
     index.used += 1
     number = np.int64(i4_at(index.free_list)[check(index.free, index.capacity)])
+    slot = slot_of(index, at)
     slot.hash = own
     slot.number = number + 1
-    slot.touched = 1
     cell = cell_of(index, number)
     cell.hash = own
     cell.before = before
     cell.followers = 0
     cell.held = 0
     cell.used = 1
+    cell.touched = 1
     if before >= 0:
         cell_of(index, before).followers += 1
     return number
@@ -363,12 +377,12 @@ def find(at, hashes, numbers):
     """Numbers (int32) of the leading known ones of hashes (uint64); how many. They are touched."""
     index = index_at(at, 0)
     count = len(hashes)
-    for i in range(min(count, AHEAD)):
-        prefetch_slot(index, hashes[i])
+    number = np.int64(-1)
     for i in range(count):
-        if i + AHEAD < count:
+        in_a_row = follows(index, hashes[i], number)
+        if not in_a_row and i + AHEAD < count:
             prefetch_slot(index, hashes[i + AHEAD])
-        number = look_up(index, hashes[i])
+        number = look_up(index, hashes[i], number)
         if number < 0:
             return i
         numbers[i] = number
@@ -379,7 +393,8 @@ def find(at, hashes, numbers):
 def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
     """Hashes of the full blocks of uint32 tokens, and numbers of the leading known; how many. Words are int64.
 
-    Hashing runs ahead of looking up, so that a slot is on its way from memory while the next blocks are hashed.
+    Hashing runs ahead of looking up, so that the slot of a block that does not follow in a row is on its way from memory
+    while the next blocks are hashed.
     """
     index = index_at(at, 0)
     size = 4 * index.block_tokens
@@ -387,6 +402,8 @@ def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
     count = len(hashes)
     before = np.uint64(0)
     known = np.int64(0)
+    number = np.int64(-1)
+    in_a_row = False
     open_end = True
     for i in range(count):
         extra = extras[i] if i < len(extras) else np.uint64(0)
@@ -395,16 +412,18 @@ def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
         before = next_hash(before, i == 0, address + i * size, size, extra, np.uint64(seed))
         hashes[i] = before
         if open_end:
-            prefetch_slot(index, before)
+            if not in_a_row:
+                prefetch_slot(index, before)
             if i >= AHEAD:
-                number = look_up(index, hashes[known])
+                in_a_row = follows(index, hashes[known], number)
+                number = look_up(index, hashes[known], number)
                 if number < 0:
                     open_end = False
                 else:
                     numbers[known] = number
                     known += 1
     while open_end and known < count:
-        number = look_up(index, hashes[known])
+        number = look_up(index, hashes[known], number)
         if number < 0:
             break
         numbers[known] = number
@@ -488,13 +507,12 @@ def release(at, numbers):
 
 
 @compiled
-def store(at, p, medium, hashes, before_hash, follows):
-    """A chain of blocks, after the one of `before_hash` if it `follows` one, is on a medium; how many
-    got in.
+def store(at, p, medium, hashes, before_hash, linked):
+    """A chain of blocks, after the one of `before_hash` if it is `linked` to one, is on a medium; how many got in.
     """
     index = index_at(at, 0)
     count = len(hashes)
-    before = look_up(index, np.uint64(before_hash)) if follows != 0 else np.int64(-1)
+    before = look_up(index, np.uint64(before_hash), -1) if linked != 0 else np.int64(-1)
     done = 0
     for i in range(min(count, AHEAD)):
         prefetch_slot(index, hashes[i])

@@ -54,7 +54,7 @@ def _stored(index, work, event, hashes):
     if event.rooted == 0:
         known, above, before = engine_own(index, tag, event.parent)
         if not known and trusted:
-            before = look_up(index, event.parent)
+            before = look_up(index, event.parent, -1)
     for i in range(event.hashes):
         engine = hashes[event.first_hash + i]
         starts = i == 0 and event.rooted != 0
@@ -94,7 +94,7 @@ def _removed(index, work, event, hashes):
         engine = hashes[event.first_hash + i]
         known, dropped = forget_engine(index, p, tag, engine, medium)
         if not known and event.standard != 0:
-            number = look_up(index, engine)
+            number = look_up(index, engine, -1)
             if number >= 0:
                 known = True
                 dropped = drop(index, number, p, medium)

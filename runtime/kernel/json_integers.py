@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from envs.kernel.compile import compiled
-from envs.kernel.memory import i4_at
+from envs.kernel.memory import i4_at, lowest_bit
 
 from .xxh3 import load8, load64, start_of, u8_at
 
@@ -14,7 +14,7 @@ MOST_TOKEN_ID = (1 << 32) - 1
 _MASK = np.uint64((1 << 64) - 1)
 _EACH = np.uint64(0x0101010101010101)  # times a byte: that byte in each
 _HIGH = _EACH * np.uint64(0x80)
-_QUOTE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = 0x22, 0x2C, 0x30, 0x39, 0x5B, 0x5D
+_SPACE, _QUOTE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = 0x20, 0x22, 0x2C, 0x30, 0x39, 0x5B, 0x5D
 
 
 @compiled
@@ -32,10 +32,7 @@ def _digits_ahead(word):
     """How many of the 8 bytes of a word are digits, from the lowest on; 8 where all are."""
     off = word ^ (_EACH * np.uint64(_ZERO))
     others = (((off & ~_HIGH) + _EACH * np.uint64(0x80 - 10)) | off) & _HIGH
-    if others == np.uint64(0):
-        return 8
-    below = (others & (~others + np.uint64(1))) - np.uint64(1)
-    return np.int64(((below & _EACH) * _EACH) >> np.uint64(56)) - 1
+    return 8 if others == np.uint64(0) else lowest_bit(np.int64(others)) >> 3
 
 
 @compiled
@@ -82,6 +79,22 @@ def _scan(data, size, limit, quoted, out, room):
         return 0, i + 1
     count = 0
     while i < size and count < room:
+        if i + 8 <= size:  # an element of up to six digits, its comma and a space are in one word
+            word = load64(data + i)
+            digits = _digits_ahead(word)
+            first = np.int64(word & np.uint64(0xFF))
+            if 0 < digits < 7 and (digits == 1 or first != _ZERO):
+                value = _value_of(word, digits)
+                after = np.int64((word >> np.uint64(8 * digits)) & np.uint64(0xFFFF))
+                if after & 0xFF == _COMMA and value <= most:
+                    if narrow:
+                        halves[count] = np.int64(value)
+                    else:
+                        words[count] = value
+                    count += 1
+                    i += digits + (2 if after >> 8 == _SPACE else 1)
+                    continue
+        i = _past_space(data, i, size)
         in_quotes = quoted != 0 and np.int64(load8(data + i)) == _QUOTE
         if in_quotes:
             i += 1
@@ -123,5 +136,5 @@ def _scan(data, size, limit, quoted, out, room):
         if byte != _COMMA:
             return -1 - count, i
         count += 1
-        i = _past_space(data, i + 1, size)
+        i += 1
     return -1 - count, i

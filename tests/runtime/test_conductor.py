@@ -321,8 +321,8 @@ def test_what_listens_cannot_spoil_a_decision():
 
 
 def test_a_decision_may_be_told_later_but_before_its_observation_or_its_reservation_goes():
-    conductor, at_once, waiting = made(), made(), []
-    conductor.later = waiting.append
+    conductor, at_once = made(), made()
+    conductor.tells_later = True
     heard, expected = [], []
     for each, words in ((conductor, heard), (at_once, expected)):
         each.on_made.append(
@@ -341,10 +341,9 @@ def test_a_decision_may_be_told_later_but_before_its_observation_or_its_reservat
         elif name == "c":
             assert conductor.explained("c").data == at_once.explained("c").data
         else:
-            waiting[-1]()
+            conductor.catch_up()
         assert heard == expected
-    for told in waiting:  # once only
-        told()
+    conductor.catch_up()  # once only
     assert heard == expected
 
 
