@@ -145,7 +145,7 @@ class Conductor:
         self.cached_under: tuple[str, ...] = ("", "", "")  # model, salt and tenant of the workers' KV events
         self.on_made: list[Callable[[Made], None]] = []
         self.on_ended: list[Callable[[Reservation], None]] = []
-        self.tells_later = False  # whoever serves calls `catch_up` soon after an answer is on its way, and with it `tell`
+        self.tells_later = False  # whoever serves calls `catch_up`, and so `tell`, soon after an answer is on its way
         self._untold: Made | None = None
         self._random = random.Random(seed)
         self._pairs = np.full((FALLBACKS, 2), -1, np.int64)

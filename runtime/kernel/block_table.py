@@ -393,8 +393,8 @@ def find(at, hashes, numbers):
 def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
     """Hashes of the full blocks of uint32 tokens, and numbers of the leading known; how many. Words are int64.
 
-    Hashing runs ahead of looking up, so that the slot of a block that does not follow in a row is on its way from memory
-    while the next blocks are hashed.
+    Hashing runs ahead of looking up, so that the slot of a block that does not follow in a row is on its way from
+    memory while the next blocks are hashed.
     """
     index = index_at(at, 0)
     size = 4 * index.block_tokens
