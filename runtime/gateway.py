@@ -25,6 +25,7 @@ from aiohttp import ClientResponse, web
 from envs.state import Source
 
 from . import openai_body, request_headers
+from .answer_events import AnswerEvents, Says, error_in
 from .circuit import Circuit
 from .conductor import Conductor
 from .legs import Call, LegFailed, Timeouts, Upstream, legs_of
@@ -32,8 +33,7 @@ from .metrics import SidecarMetrics
 from .prompt_tokens import PromptTokens
 from .request import Assignment, Reason, Rejection, Request, RequestError
 from .request_headers import DROPPED_REASON, REQUEST_ID
-from .sse import DONE, EventError, data_of, events
-from .token_times import TokenTimes
+from .sse import EventError, data_of, events
 from .workers import Role, Worker
 
 log = logging.getLogger(__name__)
@@ -274,12 +274,11 @@ class _Serving:
         self.http = http
         self.request = request
         self.call = call
-        self.times = TokenTimes(arrival_s)
+        self.arrival_s = arrival_s
+        self.told = AnswerEvents(arrival_s)
         self.stream = body.stream
         self.prefilled_s = math.nan
         self.stage = "prefill"  # at which it is, for the books
-        self.broken = False  # the stream has said so itself
-        self.output_tokens: int | None = None
         self.pair: tuple[Worker, Worker]
         options = call.fields.get("stream_options")
         self.usage_wanted = isinstance(options, dict) and bool(options.get("include_usage"))
@@ -299,7 +298,7 @@ class _Serving:
                 raise _rejected(answer)
             response = await self.legs(answer)
             try:
-                return await (self.pass_events(response) if self.stream else self.pass_whole(response))
+                return await self.pass_events() if self.stream else self.pass_whole()
             finally:
                 response.close()
         except _Refused as refused:
@@ -366,8 +365,8 @@ class _Serving:
         except StopAsyncIteration:
             raise LegFailed("decode", self.pair[1], "its stream is empty") from None
         except (aiohttp.ClientError, OSError, TimeoutError, EventError) as error:
-            raise LegFailed("decode", self.pair[1], f"{type(error).__name__}: {error}") from None
-        told = _error_in(data_of(self.first))
+            raise self.broken(error) from None
+        told = error_in(data_of(self.first))
         if told is not None:
             code = told.get("code")
             status = code if isinstance(code, int) else 500
@@ -399,7 +398,7 @@ class _Serving:
     def headers(self) -> dict[str, str]:
         return {REQUEST_ID: self.request.request_id, PAIR: ",".join(_ids(self.pair))}
 
-    async def pass_whole(self, response: ClientResponse) -> web.Response:
+    def pass_whole(self) -> web.Response:
         """An answer in one piece."""
         try:
             reply = orjson.loads(self.whole)
@@ -409,89 +408,73 @@ class _Serving:
         now_s = time.monotonic()
         ttft_s = tbt_s = None
         if not math.isnan(self.prefilled_s):
-            ttft_s = self.prefilled_s - self.times.arrival_s
+            ttft_s = self.prefilled_s - self.arrival_s
             if tokens > 1:
                 tbt_s = (now_s - self.prefilled_s) / tokens
         self.conductor.finished(self.request.request_id, output_tokens=tokens, ttft_s=ttft_s, tbt_s=tbt_s)
         return web.Response(body=self.whole, content_type="application/json", headers=self.headers)
 
-    async def pass_events(self, response: ClientResponse) -> web.StreamResponse:
+    async def pass_events(self) -> web.StreamResponse:
         """An answer as server-sent events; the last is an error where it breaks off."""
         out = web.StreamResponse(
             headers=self.headers | {"content-type": "text/event-stream", "cache-control": "no-cache"}
         )
         await out.prepare(self.http)
-        done = False
+        told = self.told
+        failure = None
         try:
             async for event in self.all_events():
-                data = data_of(event)
-                done = done or data == DONE
-                if self.note(data):
+                says = told.note(data_of(event), time.monotonic())
+                if says is Says.TOKENS:
+                    self.progress()
+                if says is not Says.USAGE or self.usage_wanted:
                     await out.write(event)
-        except (aiohttp.ClientError, TimeoutError, EventError) as error:
-            failure = LegFailed("decode", self.pair[1], f"{type(error).__name__}: {error}")
-        else:
-            failure = LegFailed("decode", self.pair[1], "its stream ended before its answer")
-        if not done:
+            if told.error is not None:
+                failure = LegFailed("decode", self.pair[1], str(told.error.get("message")), status=500)
+            elif not told.done:
+                failure = LegFailed("decode", self.pair[1], "its stream ended before its answer")
+        except LegFailed as error:
+            failure = error
+        if failure is not None:
             self.gateway.failed(failure)
             log.warning("request %s breaks off: %s", self.request.request_id, failure)
-            await out.write(b"data: " + _failed(failure).body + b"\n\n")
-        elif not self.broken:
-            tokens = self.output_tokens if self.output_tokens is not None else len(self.times.intervals) + 1
+            if told.error is None:
+                await out.write(b"data: " + _failed(failure).body + b"\n\n")
+        else:
             share = self.conductor.state.spec.slo.tbt_tail_share
             self.conductor.finished(
                 self.request.request_id,
-                output_tokens=tokens,
-                ttft_s=self.times.ttft_s,
-                tbt_s=self.times.tbt_s(share) if tokens > 1 else None,
+                output_tokens=told.output_tokens,
+                ttft_s=told.times.ttft_s,
+                tbt_s=told.times.tbt_s(share) if told.output_tokens > 1 else None,
             )
         await out.write_eof()
         return out
 
-    async def all_events(self) -> AsyncIterator[bytes]:
-        yield self.first
-        async for event in self.events:
-            yield event
-
-    def note(self, data: bytes) -> bool:
-        """Take down what an event says; whether the client gets it."""
-        if not data or data == DONE:
-            return True
-        try:
-            said = orjson.loads(data)
-            choices, usage = said.get("choices"), said.get("usage")
-        except (ValueError, AttributeError):
-            return True
-        if said.get("error") is not None:
-            self.broken = True
-        if isinstance(usage, dict) and isinstance(usage.get("completion_tokens"), int):
-            self.output_tokens = usage["completion_tokens"]
-        if not choices:
-            return usage is None or self.usage_wanted
-        if not _is_role(choices[0]):
-            if math.isnan(self.times.first_s):
-                self.conductor.first_token(self.request.request_id)
-            self.times.token(time.monotonic())
+    def progress(self) -> None:
+        """A token has come."""
+        if not self.told.times.intervals:
+            self.conductor.first_token(self.request.request_id)
+        else:
             self.conductor.alive(self.request.request_id)
-        return True
 
+    async def all_events(self) -> AsyncIterator[bytes]:
+        """The first event and those after it.
 
-def _is_role(choice: Any) -> bool:
-    """Whether this opens a conversation's answer, before any token of it."""
-    delta = choice.get("delta") if isinstance(choice, dict) else None
-    return isinstance(delta, dict) and "role" in delta and not delta.get("content") and not choice.get("finish_reason")
+        Raises:
+            LegFailed: they break off.
+        """
+        yield self.first
+        try:
+            async for event in self.events:
+                yield event
+        except (aiohttp.ClientError, OSError, TimeoutError, EventError) as error:
+            raise self.broken(error) from None
 
-
-def _error_in(data: bytes) -> dict[str, Any] | None:
-    """The error of an event that is one."""
-    if not data.startswith(b'{"error"') and b'"object":"error"' not in data:
-        return None
-    try:
-        said = orjson.loads(data)
-        error = said.get("error", said)
-    except (ValueError, AttributeError):
-        return None
-    return error if isinstance(error, dict) else {"message": str(error)}
+    def broken(self, error: Exception) -> LegFailed:
+        """The decode worker's answer has broken off."""
+        what = "nothing came in time" if isinstance(error, TimeoutError) else f"{type(error).__name__}: {error}"
+        return LegFailed("decode", self.pair[1], what, status=504 if isinstance(error, TimeoutError) else 0)
 
 
 def _cached(reply: dict[str, Any]) -> int | None:
@@ -554,7 +537,7 @@ def _rejected(rejection: Rejection) -> ApiError:
 
 def _failed(failure: LegFailed) -> ApiError:
     """What a client is told of a leg that failed: of its own fault what the worker says, else that a worker failed."""
-    error = _error_in(failure.body)
+    error = error_in(failure.body)
     if not failure.elsewhere and 400 <= failure.status < 500:
         told = error or {}
         message = str(told.get("message") or failure)

@@ -105,15 +105,13 @@ class Upstream:
         if call.holder and call.holder != worker.address:
             headers[PREFIX_HOLDER] = call.holder
         limit = ClientTimeout(total=self.timeouts.prefill_s, sock_connect=self.timeouts.connect_s)
-        response = await self._post("prefill", call, worker, fields, limit, headers)
-        try:
-            reply = orjson.loads(await response.read())
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise _no_answer("prefill", worker, error) from None
-        except orjson.JSONDecodeError:
-            raise LegFailed("prefill", worker, "its reply is not JSON", status=502) from None
-        finally:
-            response.close() if not response.content.at_eof() else response.release()
+        async with await self._post("prefill", call, worker, fields, limit, headers) as response:
+            try:
+                reply = orjson.loads(await response.read())
+            except (aiohttp.ClientError, OSError, TimeoutError) as error:
+                raise _no_answer("prefill", worker, error) from None
+            except orjson.JSONDecodeError:
+                raise LegFailed("prefill", worker, "its reply is not JSON", status=502) from None
         if not isinstance(reply, dict):
             raise LegFailed("prefill", worker, "its reply is no JSON object", status=502)
         return reply
