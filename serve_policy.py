@@ -57,7 +57,10 @@ def serve(
         str, typer.Option(help="Of the gateway: a tokenizer.json for text prompts; else the engine is asked")
     ] = "",
     leg_timeout_s: Annotated[
-        float, typer.Option(min=0.1, help="Of the gateway: longest wait for a prefill or the next piece of an answer")
+        float,
+        typer.Option(
+            min=0.1, max=36000.0, help="Of the gateway: longest wait for a prefill or the next piece of an answer"
+        ),
     ] = 300.0,
     config: Annotated[
         str, typer.Option(help="YAML with policies that may change while serving; read again on SIGHUP")

@@ -15,7 +15,7 @@ DELAY_US = 500
 def register() -> None:
     """Called by vLLM in each of its processes."""
     os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")  # as vLLM does, which is too late after this import
-    from nixl import _api  # type: ignore[import-not-found]
+    from nixl import _api
 
     create = _api.nixlBind.nixlAgent
 

@@ -32,14 +32,13 @@ from .legs import Call, LegFailed, Timeouts, Upstream, legs_of
 from .metrics import SidecarMetrics
 from .prompt_tokens import PromptTokens
 from .request import Assignment, Reason, Rejection, Request, RequestError
-from .request_headers import DROPPED_REASON, REQUEST_ID
+from .request_headers import DROPPED_REASON, PAIR, REQUEST_ID
 from .sse import EventError, data_of, events
 from .workers import Role, Worker
 
 log = logging.getLogger(__name__)
 
 PATHS = ("/v1/completions", "/v1/chat/completions")
-PAIR = "x-conductor-pair"  # of an answer: ids of the workers that served it
 PASSED_ON = ("authorization", "traceparent", "tracestate")  # headers of a client that workers get
 GONE = 499  # what is counted of a client that went away, as nginx has it
 _FIELD = re.compile(r"([A-Za-z_][\w.]*): ")
@@ -239,6 +238,7 @@ class Gateway:
             tenant=request_headers.tenant(headers),
             priority=request_headers.priority(headers, self.options.objectives),
             cache_salt=body.cache_salt,
+            lease_s=self.options.timeouts.longest_s,
             # of an answer in one piece, a worker that does both does not say when its first token was there
             reported=body.stream or all(worker.role != Role.BOTH for worker in self.conductor.workers),
         )

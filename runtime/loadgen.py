@@ -29,8 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from traces import Trace, TraceError, load
 
 from .answer_events import AnswerEvents, Says, error_in
-from .gateway import PAIR
-from .request_headers import REQUEST_ID
+from .request_headers import PAIR, REQUEST_ID
 from .sse import EventError, data_of, events
 
 SHED = (429, 503)  # statuses that turn a request away; others are errors

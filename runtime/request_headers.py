@@ -9,6 +9,7 @@ from .request import RequestError
 
 REQUEST_ID = "x-request-id"
 DROPPED_REASON = "x-llm-d-request-dropped-reason"
+PAIR = "x-conductor-pair"  # of an answer: ids of the workers that served it
 PREFIX_HOLDER = "x-kv-cache-source-host-port"
 
 

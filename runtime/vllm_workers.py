@@ -45,8 +45,8 @@ BROKEN = (
 ENVIRONMENT = "CONDUCTOR_LIVE_ENV"
 MODEL = "tiny"
 BLOCK_TOKENS = 32  # the least that NIXL takes
-LONGEST_PROMPT = 8192
-START_S = 300.0
+LONGEST = 8192  # tokens of a request
+START_S = 600.0
 LEASE_S = 30  # how long a prefill worker keeps KV that nobody fetches
 
 err = Console(stderr=True)
@@ -262,7 +262,7 @@ class VllmWorkers:
             "host": "127.0.0.1",
             "port": port,
             "dtype": "float32",
-            "max-model-len": LONGEST_PROMPT,
+            "max-model-len": min(LONGEST, self.kv_tokens - BLOCK_TOKENS),  # one block is never used
             "block-size": BLOCK_TOKENS,
             "kv-cache-memory-bytes": self.kv_tokens * KV_BYTES_PER_TOKEN,
             "distributed-executor-backend": "uni",

@@ -29,6 +29,11 @@ class Timeouts:
     prefill_s: float = 300.0
     decode_s: float = 300.0
 
+    @property
+    def longest_s(self) -> float:
+        """After so long without news, a request has ended."""
+        return self.connect_s + self.prefill_s + self.decode_s
+
 
 @dataclass(slots=True)
 class Call:

@@ -64,13 +64,12 @@ async def test_an_answer_is_measured_and_entered_in_the_books():
         assert events[-1] == "[DONE]", "a client that did not ask for the usage does not get it"
         (ended,) = front.ended
         assert ended.end == "finished" and ended.output_tokens == 6 and ended.reused_tokens == 16
-        assert 0.2 <= ended.ttft_s < 0.35 and 0.2 <= ended.prefill_s < 0.35 and ended.prefill_reported
-        assert 0.05 <= ended.tbt_s < 0.1
-        assert 0.2 <= ended.decode_s < 0.45
+        assert 0.2 <= ended.prefill_s <= ended.ttft_s < 5 and ended.prefill_reported
+        assert 0.05 <= ended.tbt_s < 5 and 0.2 <= ended.decode_s < 5
         status, answer, _ = await front.post(ASKED)
         assert status == 200 and answer["usage"]["completion_tokens"] == 6
         ended = front.ended[-1]
-        assert 0.2 <= ended.ttft_s < 0.35 and 0.05 <= ended.tbt_s < 0.1 and ended.output_tokens == 6
+        assert 0.2 <= ended.ttft_s < 5 and 0.05 <= ended.tbt_s < 5 and ended.output_tokens == 6
 
 
 async def test_usage_for_those_who_ask():
@@ -82,12 +81,11 @@ async def test_usage_for_those_who_ask():
 
 async def test_events_come_as_they_are_made():
     async with AsyncExitStack() as stack:
-        front = await stack.enter_async_context(Front(**await engines(stack, "p0", "d0", gap_s=0.2)))
-        started_s = time.monotonic()
+        workers = await engines(stack, "p0", "d0", gap_s=60.0)
+        front = await stack.enter_async_context(Front(**workers))
         async with front.session.post(f"{front.url}/v1/completions", json=STREAMED) as response:
-            await response.content.readuntil(b"\n\n")
-            assert time.monotonic() - started_s < 0.15 * 6, "the first token does not wait for the last"
-            assert front.conductor.state.flying[0].stage == Stage.DECODE
+            assert (await response.content.readuntil(b"\n\n")).startswith(b"data: ")
+            assert workers["d0"].running == 1 and front.conductor.state.flying[0].stage == Stage.DECODE
 
 
 async def test_conversations_and_what_is_passed_on():
@@ -232,7 +230,7 @@ async def test_the_recheck_after_the_prefill():
         status, answer, response = await asked
         assert status == 429 and answer["error"]["code"] == Reason.RECHECK and response.headers["retry-after"]
         assert ends(front) == ["recheck"]
-        assert state.clock["rejected_at_decode"] == 1 and 0.25 < state.clock["wasted_prefill_s"] < 0.6
+        assert state.clock["rejected_at_decode"] == 1 and 0.25 < state.clock["wasted_prefill_s"] < 5
         # the prefill worker is told, through a request that is dropped at once, that nobody wants its KV
         await eventually(lambda: len(workers["d0"].bodies) == 1 and not workers["p0"].fabric.kept)
         await eventually(lambda: not workers["d0"].running)

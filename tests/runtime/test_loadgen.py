@@ -71,7 +71,7 @@ def test_prompts_share_what_the_trace_shares(scale):
 
 
 def test_lengths_are_scaled_with_the_blocks():
-    loaded = trace((0.0, 640, 100, list(range(10))), (1.0, 641, 1, list(range(11))), (2.0, 1, 1, [99]))
+    loaded = trace((0.0, 640, 100, list(range(10))), (1.0, 641, 1, list(range(11))), (2.0, 1, 1, [11]))
     prompts = Prompts(loaded, scale=1 / 4)
     assert prompts.block_tokens == 16
     assert [len(prompts.tokens(row)) for row in range(3)] == [160, 161, 1]
@@ -94,16 +94,21 @@ async def test_requests_are_sent_when_they_are_due():
     """Open loop: the first takes longer than all the others have time."""
     async with AsyncExitStack() as stack:
         loaded = trace(*((0.4 * i, 64, 8, [i]) for i in range(6)))
-        replay, workers = await replayed(stack, loaded, speed=4.0, gap_s=0.1)
+        replay, workers = await replayed(stack, loaded, speed=4.0, gap_s=0.6)
+        due_s = 0.1 * np.arange(6)
         sent_s = np.array([result.sent_s for result in replay.results])
-        assert np.abs(sent_s - 0.1 * np.arange(6)).max() < 0.06
+        assert (sent_s >= due_s - 1e-3).all() and sent_s.max() < min(result.ended_s for result in replay.results)
         assert all(result.completed and result.output_tokens == 8 for result in replay.results)
-        for row, body in enumerate(sorted(workers["p0"].bodies, key=lambda body: body["prompt"] != 0)):
-            assert len(body["prompt"]) == 64 and body["model"] == "m", row
+        assert {tuple(body["prompt"]) for body in workers["p0"].bodies} == {
+            tuple(replay.prompts.tokens(row).tolist()) for row in range(6)
+        }
+        assert all(body["model"] == "m" for body in workers["p0"].bodies)
         numbers = summary(replay.results, Slos(), 2.0)
         assert numbers["offered"] == numbers["completed"] == numbers["good"] == 6 and numbers["goodput"] == 1.0
-        assert 0.1 <= numbers["tbt_p50_s"] < 0.15 and numbers["ttft_p50_s"] < 0.2
-        assert numbers["output_tokens"] == 48 and numbers["input_tokens"] == 6 * 64 and numbers["late_p99_s"] < 0.06
+        assert 0.6 <= numbers["tbt_p50_s"] < numbers["e2e_p50_s"] and numbers["ttft_p50_s"] < numbers["e2e_p50_s"]
+        assert numbers["goodput_per_s"] == 3.0
+        assert numbers["output_tokens"] == 48 and numbers["input_tokens"] == 6 * 64
+        assert numbers["late_p99_s"] == pytest.approx(np.quantile(sent_s - due_s, 0.99))
 
 
 async def test_goodput_is_under_the_slos():
@@ -111,7 +116,7 @@ async def test_goodput_is_under_the_slos():
         loaded = trace((0.0, 64, 8, [0]), (0.0, 64, 8, [1]), (0.0, 64, 1, [2]))
         replay, _ = await replayed(stack, loaded, gap_s=0.1)
         assert summary(replay.results, Slos(tbt_s=0.05), 1.0)["good"] == 1, "one token has no interval"
-        assert summary(replay.results, Slos(tbt_s=1.0), 1.0)["good"] == 3
+        assert summary(replay.results, Slos(tbt_s=30.0), 1.0)["good"] == 3
         assert summary(replay.results, Slos(ttft_s=1e-6), 1.0)["good"] == 0
 
 
@@ -135,7 +140,7 @@ async def test_records_of_requests():
         assert record["error"] is None and record["metadata"]["worker_id"] == "p0,d0"
         metrics = record["metrics"]
         assert metrics["output_sequence_length"]["value"] == 4 and metrics["input_sequence_length"]["value"] == 64
-        assert 50 <= metrics["inter_token_latency"]["value"] < 80
+        assert 50 <= metrics["inter_token_latency"]["value"] < metrics["request_latency"]["value"]
         assert len(metrics["inter_chunk_latency"]["value"]) == 3
         latency_ns = record["metadata"]["request_end_ns"] - record["metadata"]["request_start_ns"]
         assert latency_ns == pytest.approx(1e6 * metrics["request_latency"]["value"], abs=1e3)
