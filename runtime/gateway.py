@@ -330,8 +330,14 @@ class _Serving:
             except LegFailed as failure:
                 gateway.failed(failure)
                 self.conductor.release(self.request.request_id, failure.stage)
+                if not failure.elsewhere:
+                    raise
                 failed.add(failure.worker.id)
-                other = _another(self.pair, answer.fallbacks, failed) if failure.elsewhere else None
+                other = _another(self.pair, answer.fallbacks, failed)
+                if other is None and failure.stage == "decode" and not failure.refused:
+                    # it may have been the KV that did not come: once more, from elsewhere
+                    failed.add(self.pair[0].id)
+                    other = _another(self.pair, answer.fallbacks, failed - {failure.worker.id})
                 if other is None:
                     raise
                 log.warning("request %s: %s; goes on with %s and %s", self.request.request_id, failure, *_ids(other))

@@ -92,7 +92,9 @@ def _load(tokenizer: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise TokenizerError("--tokenizer needs the tokenizers package: pip install 'conductor-gym[tokenizer]'") from None
+        raise TokenizerError(
+            "--tokenizer needs the tokenizers package: pip install 'conductor-gym[tokenizer]'"
+        ) from None
     path = Path(tokenizer)
     path = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -31,7 +31,7 @@ def split(environment: Path) -> Iterator[Live]:
     """Two that prefill, one that decodes, by NIXL. The policy rejects nobody, so that the re-check is seen."""
     with (
         VllmWorkers(2, 1, kv_tokens=KV_TOKENS, environment=environment) as workers,
-        serving(workers, workers.cluster_file, "--policy", "conductor", "--scrape-interval-s", "0.1") as live,
+        serving(workers, workers.cluster_file, "--policy", "conductor+none", "--scrape-interval-s", "0.1") as live,
     ):
         yield live
 
@@ -169,7 +169,7 @@ def test_one_worker_does_both(split, tmp_path):
         del row["connector"]
     file = tmp_path / "coupled.yaml"
     file.write_text(yaml.safe_dump(cluster | {"workers": both}))
-    with serving(split.workers, file, "--policy", "conductor") as coupled:
+    with serving(split.workers, file, "--policy", "conductor+none") as coupled:
         asked = GREEDY | {"prompt": prompt(700, 300), "max_tokens": 16}
         status, answer, headers = coupled.post(asked)
         assert status == 200 and headers["x-conductor-pair"] in ("p0,p0", "p1,p1")
@@ -190,7 +190,7 @@ def test_a_store_that_both_share(environment):
     """Whole blocks come from there, the rest decode computes; the answer is the same."""
     with (
         VllmWorkers(1, 1, connector=Connector.STORE, kv_tokens=KV_TOKENS, environment=environment) as workers,
-        serving(workers, workers.cluster_file, "--policy", "conductor") as live,
+        serving(workers, workers.cluster_file, "--policy", "conductor+none") as live,
     ):
         length = 10 * BLOCK_TOKENS + 5
         asked = GREEDY | {"prompt": prompt(900, length), "max_tokens": 16}

@@ -41,7 +41,8 @@ class Engine:
 
     Args:
         status: other than 200: what requests are answered with. hang: they are not answered. cut: the answer breaks off
-            after so many events. gap_s: between two tokens. prefill_s: how long a prefill takes.
+            after so many events. gap_s: between two tokens. prefill_s: how long a prefill takes. loses_kv: of NIXL,
+            what it keeps is gone when it is to be fetched.
 
     Attributes:
         bodies: of the requests so far. running: of those, how many are served now. gone: how many clients went away.
@@ -56,6 +57,7 @@ class Engine:
     prefill_s: float = 0.0
     renders: bool = False
     cached_tokens: int = 0
+    loses_kv: bool = False
     port: int = field(default_factory=free_port)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
@@ -136,7 +138,7 @@ class Engine:
             assert "stop" not in body and "stream_options" not in body
             await asyncio.sleep(self.prefill_s)
             number = str(next(self.fabric.numbers))
-            self.fabric.kept[number] = prompt
+            self.fabric.kept[number] = "" if self.loses_kv else prompt
             reply = {"do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [[number]]}
             reply |= {"remote_engine_id": f"engine-{self.port}", "tp_size": 1}
         elif self.connector == "nixl" and params:

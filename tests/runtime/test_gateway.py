@@ -307,6 +307,20 @@ async def test_when_there_is_no_other():
         assert ends(front) == ["prefill", "prefill"]
 
 
+async def test_kv_that_does_not_come_is_made_elsewhere():
+    """The decode worker fails, and there is no other: it may be the prefill worker that is at fault."""
+    async with AsyncExitStack() as stack:
+        workers = await engines(stack, "p0", "p1", "d0")
+        workers["p0"].loses_kv = True
+        front = await stack.enter_async_context(Front(policy="round_robin", **workers))
+        for i in range(4):
+            status, _, response = await front.post(ASKED | {"prompt": [i, *range(40)]})
+            assert status == 200 and response.headers["x-conductor-pair"] == "p1,d0"
+        assert front.conductor.state.up_decode.all(), "it works in between"
+        workers["p1"].loses_kv = True
+        assert (await front.post())[0] == 502
+
+
 async def test_a_worker_is_left_alone_until_it_is_healthy():
     async with AsyncExitStack() as stack:
         workers = await engines(stack, "p0", "p1", "d0")

@@ -80,8 +80,8 @@ def test_a_worker_that_does_not_come_up_is_named_with_what_it_said(stand_in):
 
 
 def test_without_an_environment_the_command_says_how_to_make_one(tmp_path):
-    with pytest.raises(WorkersError, match="python -m runtime.vllm_workers setup"):
-        VllmWorkers(environment=tmp_path).start()
+    with pytest.raises(WorkersError, match="python -m runtime.vllm_workers setup"), VllmWorkers(environment=tmp_path):
+        pass
     answer = CliRunner().invoke(vllm_workers.app, ["run", "--environment", str(tmp_path)])
     assert answer.exit_code == 1
 
