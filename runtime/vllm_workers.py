@@ -80,7 +80,8 @@ def set_up(environment: Path) -> None:
     environment.parent.mkdir(parents=True, exist_ok=True)
     venv.create(environment, with_pip=True)
     for arguments in (("install", VLLM), ("uninstall", "-y", *BROKEN), ("install", "--no-deps", *NIXL)):
-        done = subprocess.run([environment / "bin" / "python", "-m", "pip", *arguments], check=False)
+        pip = [environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(pip, stdout=sys.stderr, check=False)
         if done.returncode:
             raise WorkersError(f"{environment}: pip {' '.join(arguments)} has failed; remove the folder to start anew")
 
@@ -278,7 +279,7 @@ class VllmWorkers:
             )
         if role != Role.BOTH:
             options["kv-transfer-config"] = json.dumps(self._transfer(role))
-        flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        flags = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-scale-out"]  # the last: /render
         return [*(f"--{option}={value}" for option, value in options.items()), *flags]
 
     def _transfer(self, role: Role) -> Mapping[str, Any]:
