@@ -7,16 +7,21 @@ BIN = $(VENV)/bin
 TORCH = "torch>=2.8,<2.14"
 export UV_HTTP_TIMEOUT = 30
 
-.PHONY: run test test-slow lint clean
+.PHONY: run test test-slow test-live lint clean
 
 run: $(VENV)/train.ok
 	$(BIN)/python train.py
 
 test: $(VENV)/dev.ok lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not live"
 
 test-slow: $(VENV)/dev.ok
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not live"
+
+# With real vLLM workers, in an environment of their own (3.5 GB, in your cache or $$CONDUCTOR_LIVE_ENV).
+test-live: $(VENV)/dev.ok
+	$(BIN)/python -m runtime.vllm_workers setup
+	$(BIN)/python -m pytest -m live tests/live
 
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .

@@ -23,6 +23,10 @@ python serve_policy.py --policy learned --shadow conductor+slo --cluster cluster
 
     the shipped learned policy (docs/learning.md) as Envoy's endpoint picker, beside it a heuristic without effect
 
+python serve_policy.py --cluster cluster.yaml --gateway 127.0.0.1:8000
+
+    an OpenAI-compatible server in front of the workers of the cluster file
+
 python serve_policy.py --cluster cluster.yaml --canary runs/new --canary-share 0.05 --log decisions/
 
     a new policy for one request in twenty, every decision logged; then: python leaderboard.py --log decisions/
@@ -46,6 +50,18 @@ def serve(
     ext_proc: Annotated[str, typer.Option(help="HOST:PORT of Envoy's external processing; may equal --grpc")] = "",
     metrics: Annotated[str, typer.Option(help="HOST:PORT of /metrics, /healthz and /readyz")] = "",
     indexer: Annotated[str, typer.Option(help="HOST:PORT of Mooncake's indexer API; may equal --metrics")] = "",
+    gateway: Annotated[
+        str, typer.Option(help="HOST:PORT of the OpenAI-compatible front, which runs the legs itself (docs/gateway.md)")
+    ] = "",
+    tokenizer: Annotated[
+        str, typer.Option(help="Of the gateway: a tokenizer.json for text prompts; else the engine is asked")
+    ] = "",
+    leg_timeout_s: Annotated[
+        float,
+        typer.Option(
+            min=0.1, max=36000.0, help="Of the gateway: longest wait for a prefill or the next piece of an answer"
+        ),
+    ] = 300.0,
     config: Annotated[
         str, typer.Option(help="YAML with policies that may change while serving; read again on SIGHUP")
     ] = "",

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from envs.observer import Observer, observation_of
-from envs.state import Observation
+from envs.state import Observation, Source
 from policies import PolicyError
 
 from .block_hash import Namespace, namespace, token_array
 from .fairness import TenantShares
 from .guard import Guard, PolicyFailure
-from .live_state import NO_BLOCKS, NO_HASHES, SOURCES, LiveState, Reservation
+from .live_state import NO_BLOCKS, NO_HASHES, SOURCES, LiveState, Reservation, Stage
 from .request import Assignment, Reason, Rejection, Request, RequestError
 from .workers import LiveCluster, Worker, resized
 
@@ -193,6 +193,11 @@ class Conductor:
             observation = state.observe(input_tokens, known, *arrived)
         if before is not None:
             state.observer.state.clock[:] = before
+        if request.pair is not None:
+            action = self._action(request.pair)
+            again, assigned = self._assign(request, action, input_tokens, now_s, ttft_slo_s, tbt_slo_s)
+            state.admit(again, hashes, known)
+            return assigned
         guard, other = self._who()
         fell_back = ""
         try:
@@ -271,6 +276,17 @@ class Conductor:
         if request.request_id in self.state.reservations:
             raise RequestError(f"request_id {request.request_id!r} is in flight already")
         return n
+
+    def _action(self, pair: tuple[str, str]) -> int:
+        """The action that sends a request to two workers, with what the first has cached.
+
+        Raises:
+            RequestError: one of them is gone.
+        """
+        p, d = self.state.prefill_of.get(pair[0]), self.state.decode_of.get(pair[1])
+        if p is None or d is None:
+            raise RequestError(f"pair: no worker is called {pair[0] if p is None else pair[1]!r}")
+        return 1 + (p * len(self.state.decodes) + d) * len(SOURCES) + int(Source.LOCAL)
 
     def _namespace(self, request: Request) -> Namespace:
         """Within what the prompt's tokens mean cached blocks."""
@@ -455,6 +471,56 @@ class Conductor:
             if worker.address == address:
                 self.state.move(reservation, d)
                 return
+
+    def prefilled(self, request_id: str, *, reused_tokens: int | None = None) -> None:
+        """Its prefill worker has replied; `reused_tokens` of the prompt were cached there, where that is known."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is None:
+            return
+        now_s = self.clock.now()
+        self.state.advance(now_s)
+        self.state.renew(reservation, now_s)
+        if reused_tokens is not None:
+            reservation.reused_tokens = min(reused_tokens, reservation.input_tokens - 1)
+        # where it has overtaken another, the books do not know when it began
+        reservation.prefill_reported = reservation.stage == Stage.PREFILL
+        self.state.prefill_done(reservation, now_s)
+
+    def recheck(self, request_id: str) -> Rejection | None:
+        """Whether its decode instance can still meet its TBT SLO ([F] 4: the double check after the prefill).
+
+        Where it cannot, the reservation ends, its prefill is wasted, and this is the answer.
+        """
+        state = self.state
+        reservation = state.reservations.get(request_id)
+        if reservation is None or not state.spec.decode_recheck:
+            return None
+        tbt_s = state.recheck(reservation, self.clock.now())
+        if tbt_s <= reservation.tbt_slo_s:
+            return None
+        worker = state.decodes[reservation.decode].id
+        state.end(reservation, "recheck")
+        message = (
+            f"predicted TBT on {worker} {tbt_s * 1e3:.3g} ms now that the prefill is done "
+            f"(SLO {reservation.tbt_slo_s * 1e3:.3g} ms)"
+        )
+        wait_s = float(state.clock["expected_decode_s"]) * (1.0 - reservation.tbt_slo_s / tbt_s)
+        retry_s = min(MOST_RETRY_S, max(LEAST_RETRY_S, wait_s))
+        return Rejection(request_id, Reason.RECHECK, message, retry_s, reservation.ttft_s, tbt_s)
+
+    def first_token(self, request_id: str) -> None:
+        """It is in the batch of its decode worker."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is not None:
+            now_s = self.clock.now()
+            self.state.advance(now_s)
+            self.state.joined([reservation], now_s)
+
+    def alive(self, request_id: str) -> None:
+        """It makes progress: its lease starts anew."""
+        reservation = self.state.reservations.get(request_id)
+        if reservation is not None:
+            self.state.renew(reservation, self.clock.now())
 
     def finished(
         self,

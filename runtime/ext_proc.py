@@ -52,8 +52,9 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from envs.state import Source
 
-from . import openai_body
+from . import openai_body, request_headers
 from .request import Assignment, Reason, Rejection, Request, RequestError
+from .request_headers import DROPPED_REASON, PREFIX_HOLDER, REQUEST_ID
 from .workers import Worker
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
@@ -63,9 +64,6 @@ SUBSET_NAMESPACE = "envoy.lb.subset_hint"
 SUBSET = "x-gateway-destination-endpoint-subset"
 METADATA_NAMESPACE = "envoy.lb"
 PREFILLER = "x-prefiller-host-port"
-PREFIX_HOLDER = "x-kv-cache-source-host-port"
-DROPPED_REASON = "x-llm-d-request-dropped-reason"
-REQUEST_ID = "x-request-id"
 CONTROL_HEADERS = ("x-gateway-", "x-prefiller-", "x-encoder-", "x-data-parallel-", "x-kv-cache-source-")
 CHUNK_BYTES = 62_000  # of a body sent back; the protocol's limit is 64 KiB for the whole message
 
@@ -443,16 +441,19 @@ class _Stream:
 
     def request(self, asked: openai_body.Body | None, size: int) -> Request:
         headers = self.headers
-        made = Request(
-            request_id=self.request_id,
-            input_tokens=max(1, size // openai_body.BYTES_PER_TOKEN),
-            ttft_slo_s=self.milliseconds("x-llm-d-slo-ttft-ms", "x-slo-ttft-ms"),
-            tbt_slo_s=self.milliseconds("x-llm-d-slo-tpot-ms", "x-slo-tpot-ms"),
-            tenant=headers.get("x-llm-d-inference-fairness-id") or headers.get("x-gateway-inference-fairness-id") or "",
-            priority=self.priority(),
-            candidates=self.candidates,
-            reported=self.options.observe_responses and self.sees_the_end,
-        )
+        try:
+            made = Request(
+                request_id=self.request_id,
+                input_tokens=max(1, size // openai_body.BYTES_PER_TOKEN),
+                ttft_slo_s=request_headers.ttft_slo_s(headers),
+                tbt_slo_s=request_headers.tbt_slo_s(headers),
+                tenant=request_headers.tenant(headers),
+                priority=request_headers.priority(headers, self.options.objectives),
+                candidates=self.candidates,
+                reported=self.options.observe_responses and self.sees_the_end,
+            )
+        except RequestError as error:
+            raise _Drop(400, str(error)) from None
         if asked is not None:
             made.input_tokens = asked.input_tokens
             if len(asked.tokens):
@@ -464,32 +465,6 @@ class _Stream:
             if asked.text:
                 made.namespace = f"text:{asked.model}"
         return made
-
-    def milliseconds(self, *names: str) -> float | None:
-        for name in names:
-            text = self.headers.get(name)
-            if text is None:
-                continue
-            try:
-                value = float(text)
-            except ValueError:
-                value = math.nan
-            if not 0 < value < math.inf:
-                raise _Drop(400, f"{name}: expected a positive number of milliseconds, found {text[:40]!r}")
-            return value / 1000
-        return None
-
-    def priority(self) -> int:
-        text = self.headers.get("x-request-priority")
-        if text is None:
-            return self.options.objectives.get(self.headers.get("x-llm-d-inference-objective", ""), 0)
-        try:
-            value = int(text[:12])
-        except ValueError:
-            value = 1 << 31
-        if not -(1 << 31) <= value < 1 << 31 or len(text) > 12:
-            raise _Drop(400, f"x-request-priority: expected an integer of 32 bits, found {text[:40]!r}")
-        return value
 
     def decided(self, kind: str, request: Request) -> bytes:
         """The message that says where the scheduler sends a request."""
@@ -779,13 +754,14 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         last = None
         while True:
+            draining = self.scheduler.draining  # before the status: it may begin while that is sent
             status = self.status(request.service)
             if status is None:
                 status = int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
-            if self.scheduler.draining:
+            if draining:
                 return  # an open watch would hold the drain up
             await asyncio.sleep(self.POLL_S)
 

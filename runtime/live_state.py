@@ -538,6 +538,10 @@ class LiveState:
             self._at, reservation.prefill, reservation.decode, reservation.input_tokens, reservation.predicted_s
         )
 
+    def recheck(self, reservation: Reservation, at_s: float) -> float:
+        """Predicted TBT on its decode instance if it joins now that its KV is there ([A] 3, step 4)."""
+        return float(self._kernels.recheck(self._at, reservation.decode, reservation.input_tokens, at_s))
+
     def joined(self, reservations: list[Reservation], at_s: float, stall_s: float | None = None) -> None:
         """They have joined the batch of their (common) decode instance at one boundary, which waited `stall_s`.
 
@@ -824,6 +828,7 @@ def _entry_points() -> SimpleNamespace:
         reservations.flow: (at, p, d, s, s, 1),
         reservations.prefilled: (at, hashes, numbers, p, d, count, slot, s, s, 0, 0),
         reservations.land: (at, p, d, count, s),
+        reservations.recheck: (at, d, count, s),
         reservations.join: (at, d, count, count, s, s),
         reservations.context: (at, d, s),
         reservations.finish: (at, d, s, count, s, 0),

@@ -96,6 +96,10 @@ METRICS: dict[str, Spec] = {
     "conductor_tenant_tokens_total": Spec(
         COUNTER, "Tokens by tenant; only the largest tenants have a series of their own.", ("tenant", "kind")
     ),
+    "conductor_rejected_at_decode_total": Spec(
+        COUNTER, "Requests rejected after their prefill: the decode worker could not meet the TBT SLO any more."
+    ),
+    "conductor_wasted_prefill_seconds_total": Spec(COUNTER, "Prefill time of requests that were rejected after it."),
     "conductor_reservations": Spec(GAUGE, "Requests in flight that hold a reservation."),
     "conductor_leases_expired_total": Spec(COUNTER, "Reservations that ended for want of a report."),
     "conductor_unknown_reports_total": Spec(COUNTER, "Reports on requests that hold no reservation."),
@@ -129,6 +133,18 @@ METRICS: dict[str, Spec] = {
     "conductor_ext_proc_requests_total": Spec(COUNTER, "Requests that came through ext_proc."),
     "conductor_ext_proc_streams": Spec(GAUGE, "ext_proc streams open."),
     "conductor_ext_proc_protocol_errors_total": Spec(COUNTER, "ext_proc streams that broke the protocol."),
+    # the gateway
+    "conductor_gateway_requests_total": Spec(COUNTER, "HTTP requests to the gateway, by status.", ("status",)),
+    "conductor_gateway_open_requests": Spec(GAUGE, "HTTP requests at the gateway now."),
+    "conductor_gateway_leg_failures_total": Spec(
+        COUNTER, "Requests to workers that failed, by worker and stage.", ("worker", "stage")
+    ),
+    "conductor_gateway_retries_total": Spec(
+        COUNTER,
+        "Requests that went on with another worker, by the stage that failed.",
+        ("stage",),
+        (("prefill",), ("decode",)),
+    ),
     # the decision log
     "conductor_decision_log_rows_total": Spec(
         COUNTER, "Rows of the decision log, by what became of them.", ("result",), (("written",), ("dropped",))

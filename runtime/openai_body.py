@@ -14,7 +14,7 @@ import re
 import secrets
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -45,6 +45,7 @@ class Body:
         stream: whether the answer is to come as server-sent events.
         max_tokens: the most that may be generated; None where it is left to the engine.
         cache_salt, user: as given; "" where not.
+        fields: all of it; token ids as an array.
     """
 
     model: str
@@ -55,6 +56,7 @@ class Body:
     max_tokens: int | None = None
     cache_salt: str = ""
     user: str = ""
+    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def is_inference(path: str) -> bool:
@@ -91,6 +93,7 @@ def parse(path: str, data: bytes) -> Body:
         max_tokens=_max_tokens(fields),
         cache_salt=_string(fields, "cache_salt"),
         user=_string(fields, "user"),
+        fields=fields,
     )
 
 

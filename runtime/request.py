@@ -23,6 +23,7 @@ class Reason(StrEnum):
     SATURATED = "rejected-saturated"  # no SLO can be met by the forecast: early rejection
     TENANT_SHARE = "rejected-tenant-share"  # saturated, and its tenant has had more than its share
     NO_ENDPOINTS = "rejected-no-endpoints"  # nothing eligible is up
+    RECHECK = "rejected-recheck"  # the decode worker cannot meet the TBT SLO any more, now that the KV is there
     TOO_LARGE = "rejected-too-large"  # no decode instance could ever hold it
     SHUTTING_DOWN = "rejected-shutting-down"
     QUEUE_FULL = "rejected-queue-full"  # the sidecar itself is overloaded
@@ -30,7 +31,10 @@ class Reason(StrEnum):
     @property
     def http_status(self) -> int:
         """The HTTP status a gateway answers with."""
-        return {Reason.SATURATED: 429, Reason.TENANT_SHARE: 429, Reason.TOO_LARGE: 400}.get(self, 503)
+        return _HTTP_STATUS.get(self, 503)
+
+
+_HTTP_STATUS = {Reason.SATURATED: 429, Reason.TENANT_SHARE: 429, Reason.RECHECK: 429, Reason.TOO_LARGE: 400}
 
 
 @dataclass(slots=True)
@@ -52,6 +56,8 @@ class Request:
         lease_s: for how long the reservation lives without a report; None takes the configured value.
         reported: whether `Report`s will follow. Where not, the reservation goes by what was predicted.
         dry_run: decide, but reserve nothing.
+        pair: ids of the prefill and the decode worker it goes to, whatever the policy says: another attempt at a
+            request that was decided on already, and is not counted or logged as another decision.
     """
 
     request_id: str
@@ -70,6 +76,7 @@ class Request:
     lease_s: float | None = None
     reported: bool = True
     dry_run: bool = False
+    pair: tuple[str, str] | None = None
 
 
 @dataclass(slots=True)

@@ -24,15 +24,18 @@ from envs.spec import SpecError
 from envs.state import Source
 from policies import PolicyError
 
-from . import decision_log, ext_proc
+from . import decision_log, ext_proc, gateway
 from .calibration import Calibration, CalibrationError
 from .conductor import Clock, Conductor, Made
 from .decision_log import DecisionLog, Ended, LogRow
 from .fairness import TenantShares
+from .gateway import Gateway
 from .indexer import MODEL, SALT, TENANT, add_routes, stream_of
 from .kv_events import KvEventSubscriber, prepare
+from .legs import Timeouts
 from .live_state import Reservation
 from .metrics import Pulled, SidecarMetrics, WorkerGauges, start_http
+from .prompt_tokens import TokenizerError
 from .proto import conductor_pb2
 from .request import Assignment, Rejection
 from .server import ConductorService, add_to_server
@@ -63,6 +66,9 @@ class Options:
     ext_proc: str = ""
     metrics: str = ""
     indexer: str = ""
+    gateway: str = ""
+    tokenizer: str = ""
+    leg_timeout_s: float = 300.0
     fallback: str = "conductor+slo"
     shadow: str = ""
     canary: str = ""
@@ -97,7 +103,7 @@ class Options:
 
 NO_LOADS = (math.nan, math.nan, math.nan)
 RELOADABLE = ("policy", "fallback", "shadow", "canary", "canary_share", "tenants")
-FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, TracingError, OSError)
+FAULTS = (ConfigError, SpecError, PolicyError, SnapshotError, TokenizerError, TracingError, OSError)
 """What `Sidecar` raises for wrong options, files and addresses; the messages are for the user."""
 
 
@@ -144,7 +150,7 @@ class Sidecar:
     """A conductor with its faces, its senses and its memory.
 
     Attributes:
-        bound: the addresses that were bound, by face (`grpc`, `ext_proc`, `metrics`, `indexer`).
+        bound: the addresses that were bound, by face (`grpc`, `ext_proc`, `metrics`, `indexer`, `gateway`).
 
     Raises (when made):
         ConfigError, SpecError, PolicyError: an option, the cluster file or a policy that cannot be.
@@ -153,7 +159,7 @@ class Sidecar:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.bound: dict[str, str] = {}
-        for name in ("grpc", "ext_proc", "metrics", "indexer"):
+        for name in ("grpc", "ext_proc", "metrics", "indexer", "gateway"):
             if getattr(options, name):
                 host_and_port(name, getattr(options, name))
         if options.peer:
@@ -203,6 +209,7 @@ class Sidecar:
             tracer=self.tracer,
         )
         self.endpoint_picker: ext_proc.ExternalProcessor | None = None
+        self.gateway: Gateway | None = None
         self.decision_log: DecisionLog | None = None
         self.calibration: Calibration | None = None
         self.metrics = SidecarMetrics(
@@ -264,6 +271,8 @@ class Sidecar:
         self._pull_metrics()
         await self._serve_grpc()
         await self._serve_http()
+        if options.gateway:
+            await self._serve_gateway()
         self._tasks += [asyncio.create_task(self._tick()), asyncio.create_task(self._watch())]
         if options.snapshot:
             self._tasks.append(asyncio.create_task(self._keep_snapshots()))
@@ -285,6 +294,9 @@ class Sidecar:
 
     async def _close(self, drain_s: float) -> None:
         """No more faces, tasks and senses."""
+        if self.gateway is not None:
+            await self.gateway.drain(drain_s)
+            await self.gateway.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -380,6 +392,22 @@ class Sidecar:
             self._http.append(server)
             place = f"[{host}]" if ":" in host else host
             self.bound |= dict.fromkeys(here, f"{place}:{server.port}")
+
+    async def _serve_gateway(self) -> None:
+        options = self.options
+        host, port = host_and_port("gateway", options.gateway)
+        settings = gateway.Options(
+            base_models=frozenset(filter(None, options.base_models.split(","))),
+            tokenizer=options.tokenizer,
+            max_body_bytes=options.max_message_bytes,
+            timeouts=Timeouts(prefill_s=options.leg_timeout_s, decode_s=options.leg_timeout_s),
+        )
+        self.gateway = gateway.Gateway(self.conductor, self.metrics, settings, mark=self._worker_up)
+        try:
+            bound = await self.gateway.start(host, port)
+        except OSError as error:
+            raise ConfigError(f"--gateway: cannot bind {options.gateway}: {error.strerror or error}") from None
+        self.bound["gateway"] = f"{f'[{host}]' if ':' in host else host}:{bound}"
 
     def _ready(self) -> str:
         return "draining" if self.conductor.draining else ""
@@ -778,6 +806,9 @@ class Sidecar:
         metrics.pull("conductor_kv_index_capacity_blocks", lambda: state_of().index.capacity)
         metrics.pull("conductor_kv_index_evictions_total", lambda: state_of().index.evicted)
         metrics.pull("conductor_config_reloads_total", lambda: dict(self.reloads.items()))
+        metrics.pull("conductor_rejected_at_decode_total", lambda: float(state_of().clock["rejected_at_decode"]))
+        metrics.pull("conductor_wasted_prefill_seconds_total", lambda: float(state_of().clock["wasted_prefill_s"]))
+        metrics.pull("conductor_gateway_open_requests", lambda: self.gateway.open if self.gateway is not None else 0)
         metrics.pull_workers(self._worker_gauges)
 
         def of_subscribers(attribute: str) -> Any:

@@ -7,6 +7,7 @@ A cluster file is a `ClusterSpec` with one more section:
       - {id: decode-0, role: decode, address: "10.0.0.2:8000"}
 
 Without it, the instances of the pools are called prefill-0 .. and decode-0 .. and have no address until they register.
+Where the gateway runs the legs, `connector` says how KV moves: nixl (vLLM's default), mooncake, store or sglang.
 """
 
 from __future__ import annotations
@@ -43,6 +44,18 @@ class Engine(StrEnum):
     MOONCAKE = "mooncake"
 
 
+class Connector(StrEnum):
+    """How KV gets from a prefill to a decode worker (`runtime.legs`)."""
+
+    NIXL = "nixl"
+    MOONCAKE = "mooncake"
+    STORE = "store"
+    SGLANG = "sglang"
+
+
+_OF_ENGINE = {Engine.VLLM: Connector.NIXL, Engine.SGLANG: Connector.SGLANG, Engine.MOONCAKE: Connector.MOONCAKE}
+
+
 class Worker(BaseModel):
     """One worker process (one data-parallel rank)."""
 
@@ -56,6 +69,7 @@ class Worker(BaseModel):
     kv_replay: str = Field(default="", description="ZMQ endpoint that replays KV events")
     metrics: str = Field(default="", description="URL of its Prometheus metrics; default http://ADDRESS/metrics")
     bootstrap: str = Field(default="", description="host:port of its KV transfer bootstrap server")
+    connector: Connector | None = Field(default=None, description="how its KV moves; none: as its engine's does")
     dp_rank: int = Field(default=0, ge=0)
     labels: dict[str, str] = Field(default_factory=dict)
 
@@ -88,6 +102,11 @@ class Worker(BaseModel):
         if value and not _URL.fullmatch(value):
             raise ValueError(f"expected http://HOST[:PORT]/PATH, found {value!r}")
         return value
+
+    @property
+    def kv_connector(self) -> Connector:
+        """How its KV moves."""
+        return self.connector or _OF_ENGINE[self.engine]
 
     @property
     def metrics_url(self) -> str:

@@ -13,10 +13,12 @@ from envs.kernel.compile import compiled
 from envs.kernel.latency import (
     context_tokens,
     drain_ahead,
+    expected_stall,
     load_time,
     prefill_time,
     reuse_tokens,
     step_time,
+    tbt,
 )
 from envs.kernel.memory import (
     clock_of,
@@ -193,6 +195,18 @@ def land(at, p, d, input_tokens, predicted_s):
     decode = decode_of(state_of(ledger_of(at)), d)
     decode.waiting_requests += 1
     decode.waiting_tokens += input_tokens
+
+
+@compiled
+def recheck(at, d, input_tokens, at_s):
+    """Predicted TBT of d if a request whose KV has come now joins after those that wait (docs/physics.md, "Decode")."""
+    ledger = ledger_of(at)
+    parameters = parameters_of(ledger)
+    node, decode = decode_node_of(parameters, d), decode_of(state_of(ledger), d)
+    batch = float(decode.batch + decode.waiting_requests + 1)
+    context = context_tokens(node, decode, at_s) + decode.waiting_tokens + input_tokens
+    stall_share, stall_s = expected_stall(cluster_of(parameters), decode)
+    return tbt(node, batch, context, stall_share, stall_s)
 
 
 @compiled

@@ -713,3 +713,53 @@ def test_joins_told_twice_count_once():
     conductor.state.joined([reservation, reservation], 1.0)
     conductor.state.joined([reservation], 1.0)
     recount(conductor.state)
+
+
+# --- the re-check, and another attempt -------------------------------------------------------------------------------
+
+
+def test_the_recheck_is_that_of_the_physics():
+    """docs/physics.md, "Decode": with the batch, those that wait, and itself; the stall of joins that came before."""
+    conductor = made("conductor+none", live=cluster(1, 1))
+    node = SPEC.decode[0].profile.decode
+    state = conductor.state
+    for i in range(3):
+        admit(conductor, f"r{i}", tokens=prompt(1000, 10_000 * i))
+    now_s = conductor.clock.now(1000.0)
+    first, second, third = (state.reservations[f"r{i}"] for i in range(3))
+    state.joined([first], now_s, stall_s=0.0)
+    state.prefill_done(second, now_s)
+    state.kv_ready(second)  # and waits
+    step_s = node.base_s + node.per_request_s * 3 + node.per_token_s * 3000
+    assert state.recheck(third, now_s) == pytest.approx(step_s, rel=1e-9)
+    batch_s = node.base_s + node.per_request_s + node.per_token_s * 1000
+    later_s = now_s + 100 * batch_s  # the batch has made 100 tokens
+    step_s += node.per_token_s * 100
+    state.prefill_done(third, later_s)
+    assert state.recheck(third, later_s) == pytest.approx(step_s, rel=1e-9)
+    conductor.clock.now(later_s)
+    third.tbt_slo_s = step_s * 1.001
+    assert conductor.recheck("r2") is None and third.stage == Stage.TRANSFER
+    third.tbt_slo_s = step_s * 0.999
+    wasted_s = third.prefill_s
+    answer = conductor.recheck("r2")
+    assert answer is not None and answer.reason == Reason.RECHECK and answer.reason.http_status == 429
+    assert answer.predicted_tbt_s == pytest.approx(step_s) and answer.retry_after_s >= 1.0
+    assert third.end == "recheck" and "r2" not in state.reservations
+    assert state.clock["rejected_at_decode"] == 1 and state.clock["wasted_prefill_s"] == wasted_s > 0
+    recount(state)
+
+
+def test_another_attempt_goes_where_it_is_told_and_is_no_other_decision():
+    conductor = made("round_robin")
+    listened: list[Request] = []
+    conductor.on_made.append(lambda each: listened.append(each.request))
+    first = admit(conductor, "r")
+    conductor.release("r", "prefill")
+    pair = ("p1" if first.prefill.id == "p0" else "p0", first.decode.id)
+    again = admit(conductor, "r", pair=pair)
+    assert (again.prefill.id, again.decode.id) == pair and again.source == Source.LOCAL
+    assert len(listened) == 1
+    recount(conductor.state)
+    with pytest.raises(RequestError, match="no worker is called 'p9'"):
+        conductor.schedule(Request("s", tokens=prompt(100), pair=("p9", "d0")))
