@@ -28,8 +28,14 @@ def oracle() -> Callable[..., list[int]]:
 
     def generate(prompt: list[int], tokens: int) -> list[int]:
         with torch.inference_mode():
+            ids = torch.tensor([prompt])
             out = model.generate(
-                torch.tensor([prompt]), max_new_tokens=tokens, do_sample=False, eos_token_id=None, pad_token_id=0
+                ids,
+                attention_mask=torch.ones_like(ids),  # else it takes token 0 to be padding
+                max_new_tokens=tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
             )
         return out[0, len(prompt) :].tolist()
 

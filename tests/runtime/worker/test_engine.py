@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -191,7 +192,6 @@ async def test_subscribers_believe_what_the_cache_has(local: Local, prompts: Pro
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    import asyncio
 
     deadline = time.monotonic() + seconds
     while not condition():
