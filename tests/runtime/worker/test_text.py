@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ TEMPLATE = (
 )
 
 
+@cache
 def byte_tokenizer(template: str | None = TEMPLATE) -> Any:
     """A token for every byte, and three for pairs."""
     vocabulary = {text: i for i, text in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
