@@ -20,6 +20,9 @@ python -m runtime.worker --role decode --http 127.0.0.1:8200 --host-blocks 4096
 """
 
 
+app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
+
+
 class Role(StrEnum):
     prefill = "prefill"
     decode = "decode"
@@ -32,6 +35,7 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+@app.command(epilog=EPILOG)
 def main(
     role: Annotated[Role, typer.Option(help="prefill hands KV over, decode pulls it, both do either")] = Role.both,
     http: Annotated[str, typer.Option(help="HOST:PORT to listen on; port 0 takes a free one")] = "127.0.0.1:8000",
@@ -114,8 +118,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app = typer.Typer(
-        add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]}
-    )
-    app.command(epilog=EPILOG)(main)
     app(prog_name="python -m runtime.worker")

@@ -190,7 +190,10 @@ class Engine:
         self._calls.put(what)
 
     def submit(self, asked: Generation, emit: Callable[[Update], object]) -> Sequence:
-        """Put a request in the queue; `emit` is called on the engine's thread."""
+        """Put a request in the queue; `emit` is called on the engine's thread.
+
+        One that needs more blocks than the device has would wait for ever: `Limits.context` keeps it out.
+        """
         block = self.model.block_tokens
         hashes = hash_blocks(asked.prompt, block, namespace=_namespace(asked)).tolist()
         sequence = Sequence(asked, emit, uuid.uuid4().hex, hashes, list(asked.prompt), time.monotonic())

@@ -110,7 +110,8 @@ def prompt_of(request: CompletionRequest) -> str | list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a worker can take. `pulls`, `hands_over`: what its role lets it do with KV."""
+    """What a worker can take. `context`: most tokens of a sequence; the device's blocks can hold them. `pulls`,
+    `hands_over`: what its role lets it do with KV."""
 
     context: int
     vocabulary: int

@@ -159,10 +159,6 @@ class Server:
             raise Refusal("the worker is shutting down", status=503)
         asked, prompt = await self._read(request)
         generation = generation_of(asked, prompt, self.limits)
-        needed = self.engine.blocks_needed(len(prompt), generation.max_tokens)
-        capacity = self.engine.cache.capacities[0]
-        if needed > capacity:
-            raise Refusal(f"needs {needed} KV blocks, the device has {capacity}", "max_tokens")
         answer = Answer.begin(_request_id(request), self.name, asked, prompt)
         self.in_flight += 1
         try:
@@ -194,14 +190,14 @@ class Server:
                 assert update.token is not None
                 text = words.add(update.token)
                 if update.finished:
+                    ended = True
                     text += words.rest()
                 piece = _Piece(stop.add(text), [update.token], update.finished, update.stop_reason, update.handed_over)
                 if stop.found is not None:
                     piece.finished, piece.stop_reason = "stop", stop.found
                     yield piece
                     return
-                if update.finished:
-                    ended = True
+                if ended:
                     piece.text += stop.rest()
                 yield piece
         finally:

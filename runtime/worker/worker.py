@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import signal
@@ -24,7 +25,7 @@ from .metrics import WorkerMetrics
 from .model import ModelError, PagedModel, TinyModel, load_model
 from .openai import Limits
 from .server import Server
-from .text import Text, load_tokenizer
+from .text import Text, TextError, load_tokenizer
 from .transfer import TransferServer
 
 log = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def run(options: Options) -> None:
     Raises:
         OptionError, ModelError, TextError, OSError: it cannot start; the message is one line.
     """
+    if options.max_num_seqs > options.max_num_batched_tokens:
+        raise OptionError("--max-num-seqs: every sequence needs a token of --max-num-batched-tokens")
     with _bound(options.http, "--http") as http:  # first: a port in use is told before a model is loaded
         torch.set_num_threads(options.threads)
         device = _device(options.device)
@@ -90,51 +93,48 @@ async def _serve(options: Options, model: PagedModel, text: Text, http: socket.s
     store = BlockStore(model.block_shape, capacities, next(model.model.parameters()).dtype, model.device, folder)
     metrics = WorkerMetrics(name)
     metrics.cache_config(options.block_size, *capacities)
-    publisher = None
-    if options.kv_events:
-        replay = options.kv_replay or f"{options.kv_events.rpartition(':')[0]}:0"
-        publisher = EventPublisher(
-            f"tcp://{options.kv_events}", f"tcp://{replay}", options.kv_topic, options.block_size
-        )
-    engine = Engine(
-        model,
-        store,
-        capacities,
-        metrics,
-        publisher,
-        max_sequences=options.max_num_seqs,
-        step_tokens=options.max_num_batched_tokens,
-        keep_s=options.keep_s,
-    )
-    _watch(metrics, engine)
-    exchange = Exchange(engine, options.transfer_timeout_s)
-    transfers = TransferServer(exchange.lend, options.transfer_timeout_s)
-    host, port = _host_port(options.transfer, "--transfer")
-    port = await transfers.start(host, port)
     limits = Limits(
-        context=model.context,
+        context=min(model.context, options.device_blocks * options.block_size),
         vocabulary=model.vocabulary,
         block_tokens=options.block_size,
         pulls=options.role != "prefill",
         hands_over=options.role != "decode",
     )
-    server = Server(engine, exchange, publisher, text, name, limits, options.advertise or host, port)
-    stopping = _stop_signals()
-    engine.start()
-    runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
-    await runner.setup()
-    try:
+    async with contextlib.AsyncExitStack() as ends:  # the last to start is the first to end
+        publisher = None
+        if options.kv_events:
+            replay = options.kv_replay or f"{options.kv_events.rpartition(':')[0]}:0"
+            events = f"tcp://{options.kv_events}"
+            publisher = EventPublisher(events, f"tcp://{replay}", options.kv_topic, options.block_size)
+            ends.callback(publisher.close)
+        engine = Engine(
+            model,
+            store,
+            capacities,
+            metrics,
+            publisher,
+            max_sequences=options.max_num_seqs,
+            step_tokens=options.max_num_batched_tokens,
+            keep_s=options.keep_s,
+        )
+        _watch(metrics, engine)
+        engine.start()
+        ends.callback(engine.stop)
+        exchange = Exchange(engine, options.transfer_timeout_s)
+        transfers = TransferServer(exchange.lend, options.transfer_timeout_s)
+        host, port = _host_port(options.transfer, "--transfer")
+        port = await transfers.start(host, port)
+        ends.push_async_callback(transfers.close)
+        ends.push_async_callback(exchange.close)
+        server = Server(engine, exchange, publisher, text, name, limits, options.advertise or host, port)
+        stopping = _stop_signals()
+        runner = web.AppRunner(server.application(), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+        await runner.setup()
+        ends.push_async_callback(runner.cleanup)
         await web.SockSite(runner, http).start()
         print(json.dumps(_addresses(options, server, publisher, http)), flush=True)
         await stopping.wait()
         await _drain(server, options.drain_s)
-    finally:
-        await runner.cleanup()
-        await exchange.close()
-        await transfers.close()
-        engine.stop()
-        if publisher is not None:
-            publisher.close()
 
 
 async def _drain(server: Server, drain_s: float) -> None:
@@ -232,4 +232,4 @@ def _device(name: str) -> torch.device:
     return device
 
 
-FAULTS = (OptionError, ModelError, OSError)
+FAULTS = (OptionError, ModelError, TextError, OSError)

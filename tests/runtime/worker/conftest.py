@@ -127,8 +127,8 @@ def local() -> Iterator[Callable[..., LocalEngine]]:
 @pytest.fixture(scope="package")
 def pair() -> Iterator[tuple[WorkerProcess, WorkerProcess]]:
     """A prefill and a decode worker."""
-    prefill = WorkerProcess("--role", "prefill", "--keep-s", "30", "--transfer-timeout-s", "5")
-    decode = WorkerProcess("--role", "decode", "--transfer-timeout-s", "2")
+    prefill = WorkerProcess("--role", "prefill", "--keep-s", "60", "--transfer-timeout-s", "30")
+    decode = WorkerProcess("--role", "decode", "--transfer-timeout-s", "30")
     try:
         prefill.wait()
         decode.wait()

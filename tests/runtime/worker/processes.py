@@ -20,7 +20,6 @@ from runtime.worker.model import TinyModel
 
 ROOT = Path(__file__).resolve().parents[3]
 TINY = TinyModel(layers=2, hidden=64, heads=4, kv_heads=2, vocabulary=512, context=1024)
-START_S = 240.0  # kernels may have to be compiled first
 HAND_OVER = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -31,13 +30,11 @@ HAND_OVER = {
 }
 
 
-def arguments(*more: str) -> list[str]:
-    """The command of a worker with the tests' model."""
-    model = []
-    for name in ("layers", "hidden", "heads", "kv_heads", "vocabulary", "context"):
-        model += [f"--{name.replace('_', '-')}", str(getattr(TINY, name))]
-    at = [] if "--http" in more else ["--http", "127.0.0.1:0"]
-    return [sys.executable, "-m", "runtime.worker", *at, *model, *more]
+MODEL = [  # as options
+    word
+    for name in ("layers", "hidden", "heads", "kv_heads", "vocabulary", "context")
+    for word in (f"--{name.replace('_', '-')}", str(getattr(TINY, name)))
+]
 
 
 class WorkerProcess:
@@ -46,7 +43,7 @@ class WorkerProcess:
     def __init__(self, *more: str) -> None:
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115
         self.process = subprocess.Popen(
-            arguments(*more),
+            [sys.executable, "-m", "runtime.worker", "--http", "127.0.0.1:0", *MODEL, *more],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=self.log,

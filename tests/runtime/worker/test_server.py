@@ -6,7 +6,6 @@ import http.client
 import json
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -15,11 +14,13 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from runtime.telemetry import Parser
+from runtime.worker.__main__ import app
 from runtime.workers import Engine
 
-from .processes import HAND_OVER, TINY, WorkerProcess, arguments
+from .processes import HAND_OVER, MODEL, TINY, WorkerProcess
 from .test_text import byte_tokenizer
 
 Pair = tuple[WorkerProcess, WorkerProcess]
@@ -275,7 +276,7 @@ def test_text_chat_events_tiers_and_the_end(tmp_path: Path, prompts: Prompts) ->
         assert "".join(event["choices"][0]["delta"]["content"] for event in events) == whole
         _, sources = worker.request("/kv_event_sources")
         assert sources["0"]["endpoint"] == worker.where["kv_events"]
-        for seed in range(4):
+        for seed in range(5):
             worker.complete(prompts(500, seed), 2)
         assert worker.metric("vllm:kv_host_blocks_cached") == worker.metric("vllm:kv_disk_blocks_cached") == 40
         assert worker.request("/reset_prefix_cache", {})[0] == 200
@@ -296,14 +297,13 @@ def test_options_that_cannot_be_are_one_line() -> None:
         wrong = [
             (["--http", at], f"--http {at}: Address already in use"),
             (["--http", "here"], "expected HOST:PORT"),
-            (["--model", "/no/such/folder"], "expected a folder"),
-            (["--device", "abacus"], "--device"),
+            (["--http", "127.0.0.1:0", "--model", "/no/such/folder"], "expected a folder"),
+            (["--http", "127.0.0.1:0", "--device", "abacus"], "--device"),
+            (["--http", "127.0.0.1:0", *MODEL, "--transfer", at], "in use"),
+            (["--http", "127.0.0.1:0", *MODEL, "--kv-events", at], "in use"),
+            (["--http", "127.0.0.1:0", *MODEL, "--max-num-seqs", "600"], "--max-num-seqs"),
         ]
-        running = [
-            subprocess.Popen(arguments(*more), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            for more, _ in wrong
-        ]
-        for process, (_, reason) in zip(running, wrong, strict=True):
-            out, error = process.communicate(timeout=240)
-            assert process.returncode == 2 and out == ""
-            assert reason in error and error.count("\n") == 1, error
+        for options, reason in wrong:
+            result = CliRunner().invoke(app, options)
+            assert result.exit_code == 2 and result.stdout == ""
+            assert reason in result.stderr and result.stderr.count("\n") == 1, result.stderr
