@@ -111,9 +111,12 @@ class Sequence:
         return len(self.asked.prompt)
 
 
-@dataclass(slots=True)
-class _Kept:
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Blocks of a request that has ended, for the worker that will pull them. `tokens`: what their KV is of."""
+
     blocks: list[Block]
+    tokens: list[int]
     until_s: float
 
 
@@ -149,7 +152,7 @@ class Engine:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.pulling: set[Sequence] = set()
-        self.kept: dict[str, _Kept] = {}
+        self.kept: dict[str, Kept] = {}
         self.begin_pull: Callable[[Sequence], None] = _no_pull
         self._publisher = publisher
         self._max_sequences = max_sequences
@@ -164,6 +167,10 @@ class Engine:
 
     def start(self) -> None:
         self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
 
     def stop(self) -> None:
         """End the thread, after the step it is in."""
@@ -218,7 +225,9 @@ class Engine:
 
     def keep(self, sequence: Sequence) -> None:
         """Keep a finished sequence's blocks for the worker that will pull them."""
-        self.kept[sequence.id] = _Kept(sequence.blocks, time.monotonic() + self._keep_s)
+        self.kept[sequence.id] = Kept(
+            sequence.blocks, sequence.tokens[: sequence.computed], time.monotonic() + self._keep_s
+        )
 
     def drop_kept(self, request_id: str) -> None:
         """What was kept of a request is not needed any more; nothing where it has gone already."""

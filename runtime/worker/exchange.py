@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from ..block_hash import token_array, xxh3_64
 from .engine import Engine, Handover, Sequence
 from .kvcache import Block
 from .transfer import Lent, Prefix, Pull, Release, Request, TransferError, fetch, release
@@ -61,6 +62,8 @@ class Exchange:
         if isinstance(request, Release):
             engine.drop_kept(request.request_id)
             return _Blocks(engine, [])
+        if _digest(kept.tokens[: request.prompt_tokens]) != request.prompt_digest:
+            raise TransferError(f"what request {request.request_id!r} left is of another prompt")
         by_slot = {block.slot: block for block in kept.blocks}
         if not by_slot.keys() >= set(request.block_ids):
             raise TransferError(f"not all of these blocks are of request {request.request_id!r}")
@@ -106,7 +109,10 @@ class Exchange:
         missing: Pull | Prefix
         if isinstance(origin, Handover):
             ids = origin.block_ids[have : len(sequence.blocks)]
-            missing = Pull(engine.model.fingerprint, origin.engine_id, origin.request_id, ids)
+            prompt = sequence.asked.prompt
+            missing = Pull(
+                engine.model.fingerprint, origin.engine_id, origin.request_id, ids, len(prompt), _digest(prompt)
+            )
         else:
             missing = Prefix(engine.model.fingerprint, sequence.hashes[have : len(sequence.blocks)])
         blocks = sequence.blocks[have:]
@@ -134,6 +140,10 @@ class Exchange:
             await release(origin.host, origin.port, request, self.timeout_s)
         except TransferError as failure:
             log.info("a prefill worker will have to wait for its time-out: %s", failure)
+
+
+def _digest(tokens: list[int]) -> int:
+    return xxh3_64(token_array(tokens).tobytes())
 
 
 class _Blocks:

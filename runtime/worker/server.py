@@ -93,7 +93,7 @@ class Server:
     # --- what there is to see ---
 
     async def _health(self, _: web.Request) -> web.Response:
-        return web.Response(status=503 if self.draining else 200)
+        return web.Response(status=200 if self.engine.alive and not self.draining else 503)
 
     async def _load(self, _: web.Request) -> web.Response:
         return _json({"server_load": self.in_flight})

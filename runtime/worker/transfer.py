@@ -29,12 +29,17 @@ class TransferError(Exception):
 
 
 class Pull(msgspec.Struct, tag="pull", frozen=True):
-    """`block_ids` of those that `request_id` left at `engine_id`, in this order."""
+    """`block_ids` of those that `request_id` left at `engine_id`, in this order.
+
+    `prompt_digest` is the hash of the first `prompt_tokens` tokens: they must be those that were computed there.
+    """
 
     fingerprint: int
     engine_id: str
     request_id: str
     block_ids: list[int]
+    prompt_tokens: int
+    prompt_digest: int
 
 
 class Prefix(msgspec.Struct, tag="prefix", frozen=True):

@@ -9,8 +9,10 @@ from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from runtime.block_hash import xxh3_64
 from runtime.worker.engine import Handover, Holder
 from runtime.worker.exchange import Exchange
 from runtime.worker.kvcache import Tier
@@ -70,6 +72,13 @@ async def nodes(*engines: LocalEngine, patience_s: float = 20.0, timeout_s: floa
 
 async def collect(stream: Any) -> list[bytes]:
     return [content async for content in stream]
+
+
+def pull_of(node: Node, left: Handover, prompt: list[int]) -> Pull:
+    """What the decode side asks for."""
+    digest = xxh3_64(np.array(prompt, np.uint32).tobytes())
+    mark = node.engine.model.fingerprint
+    return Pull(mark, left.engine_id, left.request_id, left.block_ids, len(prompt), digest)
 
 
 @pytest.mark.parametrize("length", [5, 16, 33, 64, 100])
@@ -140,6 +149,8 @@ async def test_kv_that_was_handed_over_must_come(local: Local, prompts: Prompts)
         for origin, reason in wrong:
             said, run = await d.generate(prompt, 4, origin=origin)
             assert said == [] and reason in run.error
+        said, run = await d.generate(prompts(40, 1), 4, origin=left)
+        assert said == [] and "of another prompt" in run.error
         assert await d.in_use() == [0, 0, 0]
         assert (await p.in_use())[0] == 3, "it is still to be had"
         said, run = await d.generate(prompt, 4, origin=left)
@@ -168,7 +179,7 @@ async def test_a_release_frees_without_a_pull(local: Local, prompts: Prompts) ->
 async def test_a_pull_that_breaks_off_can_be_made_again(local: Local, prompts: Prompts) -> None:
     async with nodes(local(), timeout_s=1.0) as (p,):
         left = await p.prefill(prompts(100))
-        ask = Pull(p.engine.model.fingerprint, left.engine_id, left.request_id, left.block_ids)
+        ask = pull_of(p, left, prompts(100))
         size = p.engine.store.block_bytes
         stream = fetch(HOST, p.port, ask, size, 7, 20.0)
         first = await anext(stream)
@@ -261,8 +272,8 @@ async def test_nothing_that_is_sent_ends_a_holder(local: Local, oracle: Oracle, 
         good = [
             msgspec.msgpack.encode(each)
             for each in (
-                Pull(mark, left.engine_id, left.request_id, left.block_ids[:1]),
-                Pull(mark, "x", left.request_id, [1 << 40, -3]),
+                pull_of(p, left, prompt),
+                Pull(mark, left.engine_id, left.request_id, [1 << 40, -3], -1, 1),
                 Prefix(mark, [1, 2, (1 << 64) - 1]),
                 Prefix(mark + 1, []),
                 Release("e", "r"),
