@@ -196,7 +196,9 @@ def _addresses(
         "engine_id": server.engine.id,
     }
     if publisher is not None:
-        where |= {"kv_events": publisher.endpoint, "kv_replay": publisher.replay_endpoint}
+        for name, endpoint in (("kv_events", publisher.endpoint), ("kv_replay", publisher.replay_endpoint)):
+            bound, _, number = endpoint.removeprefix("tcp://").rpartition(":")
+            where[name] = f"tcp://{options.advertise or bound}:{number}"
     return where
 
 

@@ -257,6 +257,7 @@ def test_text_chat_events_tiers_and_the_end(tmp_path: Path, prompts: Prompts) ->
     byte_tokenizer().save_pretrained(tmp_path)
     worker = WorkerProcess(
         *("--model", str(tmp_path), "--served-model-name", "chatty", "--kv-events", "127.0.0.1:0"),
+        *("--advertise", "localhost", "--drain-s", "120"),
         *("--device-blocks", "70", "--host-blocks", "40", "--disk-blocks", "40", "--disk-path", str(tmp_path)),
     )
     try:
@@ -275,7 +276,8 @@ def test_text_chat_events_tiers_and_the_end(tmp_path: Path, prompts: Prompts) ->
         assert done == "[DONE]" and events[0]["choices"][0]["delta"]["role"] == "assistant"
         assert "".join(event["choices"][0]["delta"]["content"] for event in events) == whole
         _, sources = worker.request("/kv_event_sources")
-        assert sources["0"]["endpoint"] == worker.where["kv_events"]
+        assert sources["0"]["endpoint"].replace("127.0.0.1", "localhost") == worker.where["kv_events"]
+        assert worker.where["address"].startswith("localhost:") and worker.where["transfer"].startswith("localhost:")
         for seed in range(5):
             worker.complete(prompts(500, seed), 2)
         assert worker.metric("vllm:kv_host_blocks_cached") == worker.metric("vllm:kv_disk_blocks_cached") == 40
