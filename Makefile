@@ -45,7 +45,7 @@ $(VENV)/train.ok: $(VENV)/torch.ok pyproject.toml
 	touch $@
 
 $(VENV)/dev.ok: $(VENV)/train.ok
-	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,export,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,dev]"
 	touch $@
 
 clean:
