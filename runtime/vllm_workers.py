@@ -4,7 +4,7 @@
     python -m runtime.vllm_workers run --cluster cluster.yaml    # workers until Ctrl-C, and the file that lists them
     python serve_policy.py --cluster cluster.yaml --gateway 127.0.0.1:8000
 
-A worker takes 1.5 GB of memory and a minute to start. Its float32 KV and tokens are as real as on a GPU.
+A worker takes 1.8 GB of memory and a minute to start. Its float32 KV and tokens are as real as on a GPU.
 """
 
 from __future__ import annotations
