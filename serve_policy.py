@@ -50,6 +50,8 @@ def serve(
     ext_proc: Annotated[str, typer.Option(help="HOST:PORT of Envoy's external processing; may equal --grpc")] = "",
     metrics: Annotated[str, typer.Option(help="HOST:PORT of /metrics, /healthz and /readyz")] = "",
     indexer: Annotated[str, typer.Option(help="HOST:PORT of Mooncake's indexer API; may equal --metrics")] = "",
+    live: Annotated[str, typer.Option(help="HOST:PORT of the live page (/live); may equal --metrics")] = "",
+    live_outside: Annotated[bool, typer.Option(help="Let --live be reached from other machines")] = False,
     gateway: Annotated[
         str, typer.Option(help="HOST:PORT of the OpenAI-compatible front, which runs the legs itself (docs/gateway.md)")
     ] = "",

@@ -152,6 +152,7 @@ class Client:
         self.dropped_reports = 0
         self._pending: list[pb.Event] = []
         self._wake = asyncio.Event()
+        self._sending = asyncio.Lock()
         self._sender: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Client:
@@ -162,8 +163,8 @@ class Client:
 
     async def close(self) -> None:
         """Send what is still to be reported, and disconnect."""
-        if self._pending:
-            with contextlib.suppress(grpc.aio.AioRpcError):
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while self._pending or self._sending.locked():  # nor may what is on its way be cut
                 await self._send()
         if self._sender is not None:
             self._sender.cancel()
@@ -226,10 +227,13 @@ class Client:
                     await asyncio.sleep(RETRY_S)
 
     async def _send(self) -> None:
-        events = self._pending[:500]
-        del self._pending[: len(events)]
-        try:
-            await self.stub.Report(pb.ReportRequest(events=events), timeout=5.0)
-        except grpc.aio.AioRpcError:
-            self._pending[:0] = events
-            raise
+        async with self._sending:
+            events = self._pending[:500]
+            if not events:
+                return
+            del self._pending[: len(events)]
+            try:
+                await self.stub.Report(pb.ReportRequest(events=events), timeout=5.0)
+            except grpc.aio.AioRpcError:
+                self._pending[:0] = events
+                raise

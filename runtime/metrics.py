@@ -675,19 +675,19 @@ async def start_http(
     source: SidecarMetrics | CollectorRegistry,
     *,
     ready: Callable[[], str] | None = None,
-    routes: Callable[[web.Application], None] | None = None,
+    routes: Iterable[Callable[[web.Application], None]] = (),
 ) -> MetricsServer:
     """Serve `application` until it is closed.
 
     Args:
-        source: of the metrics. port: 0 takes a free one. routes: adds routes of one's own.
+        source: of the metrics. port: 0 takes a free one. routes: each adds routes of its own.
 
     Raises:
         OSError: it cannot be bound.
     """
     app = application(source, ready)
-    if routes is not None:
-        routes(app)
+    for add in routes:
+        add(app)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     try:

@@ -33,6 +33,7 @@ from .gateway import Gateway
 from .indexer import MODEL, SALT, TENANT, add_routes, stream_of
 from .kv_events import KvEventSubscriber, prepare
 from .legs import Timeouts
+from .live_page import LivePage, is_loopback
 from .live_state import Reservation
 from .metrics import Pulled, SidecarMetrics, WorkerGauges, start_http
 from .prompt_tokens import TokenizerError
@@ -66,6 +67,8 @@ class Options:
     ext_proc: str = ""
     metrics: str = ""
     indexer: str = ""
+    live: str = ""
+    live_outside: bool = False
     gateway: str = ""
     tokenizer: str = ""
     leg_timeout_s: float = 300.0
@@ -150,7 +153,8 @@ class Sidecar:
     """A conductor with its faces, its senses and its memory.
 
     Attributes:
-        bound: the addresses that were bound, by face (`grpc`, `ext_proc`, `metrics`, `indexer`, `gateway`).
+        bound: the addresses that were bound, by face (`grpc`, `ext_proc`, `metrics`, `indexer`, `live`,
+            `gateway`).
 
     Raises (when made):
         ConfigError, SpecError, PolicyError: an option, the cluster file or a policy that cannot be.
@@ -159,9 +163,14 @@ class Sidecar:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.bound: dict[str, str] = {}
-        for name in ("grpc", "ext_proc", "metrics", "indexer", "gateway"):
+        for name in ("grpc", "ext_proc", "metrics", "indexer", "live", "gateway"):
             if getattr(options, name):
                 host_and_port(name, getattr(options, name))
+        if options.live and not options.live_outside and not is_loopback(host_and_port("live", options.live)[0]):
+            raise ConfigError(
+                f"--live: {options.live} may be reached from other machines, and the page shows what requests are "
+                "asked of whom; --live-outside allows it"
+            )
         if options.peer:
             host_and_port("peer", options.peer)
         if bool(options.tls_certificate) != bool(options.tls_key):
@@ -378,13 +387,17 @@ class Sidecar:
 
     async def _serve_http(self) -> None:
         by_address: dict[str, list[str]] = {}
-        for face in ("metrics", "indexer"):
+        for face in ("metrics", "indexer", "live"):
             if getattr(self.options, face):
                 by_address.setdefault(getattr(self.options, face), []).append(face)
         for address, here in by_address.items():
             host, port = host_and_port(here[0], address)
             logging.getLogger("aiohttp.server").addFilter(_no_malformed)
-            routes = add_routes(self) if "indexer" in here else None
+            routes = []
+            if "indexer" in here:
+                routes.append(add_routes(self))
+            if "live" in here:
+                routes.append(LivePage(self.conductor, self._worker_gauges, self._note).add_routes)
             try:
                 server = await start_http(host, port, self.metrics, ready=self._ready, routes=routes)
             except OSError as error:

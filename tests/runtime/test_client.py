@@ -91,3 +91,15 @@ async def test_wrong_fields_are_named_and_a_missing_sidecar_is_said(sidecar):
     async with Client("127.0.0.1:9", timeout_s=0.2) as client:
         with pytest.raises(Unavailable):
             await client.schedule(input_tokens=5)
+
+
+async def test_what_is_reported_before_closing_arrives(sidecar) -> None:
+    conductor, address = sidecar
+    for pause_s in (0.0, 0.0005, 0.001, 0.002):  # the sender has not begun, or is in the middle
+        async with Client(address) as client:
+            placed = [await client.schedule(input_tokens=100) for _ in range(20)]
+            for each in placed:
+                each.first_token()
+                each.finished(output_tokens=3)
+            await asyncio.sleep(pause_s)
+        assert not conductor.state.reservations

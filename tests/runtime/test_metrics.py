@@ -331,7 +331,7 @@ async def test_http() -> None:
         0,
         metrics,
         ready=lambda: why_not,
-        routes=lambda app: app.add_routes([web.get("/own", mine)]) and None,
+        routes=[lambda app: app.add_routes([web.get("/own", mine)]) and None],
     )
     base = f"http://127.0.0.1:{server.port}"
     try:
