@@ -182,7 +182,8 @@ class Replay:
                 tasks.append(asyncio.create_task(self._send(session, result, body)))
             everything: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
             stopped: asyncio.Future[Any] = asyncio.ensure_future(self._stopped.wait())
-            await asyncio.wait([everything, stopped], return_when=asyncio.FIRST_COMPLETED)
+            waited: list[asyncio.Future[Any]] = [everything, stopped]
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             for task in tasks:
                 task.cancel()
