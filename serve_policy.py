@@ -30,6 +30,10 @@ python serve_policy.py --cluster cluster.yaml --gateway 127.0.0.1:8000
 python serve_policy.py --cluster cluster.yaml --canary runs/new --canary-share 0.05 --log decisions/
 
     a new policy for one request in twenty, every decision logged; then: python leaderboard.py --log decisions/
+
+python serve_policy.py demo
+
+    prefill and decode workers, gateway, sidecar and live page, all on this machine
 """
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, context_settings={"help_option_names": ["-h", "--help"]})
@@ -122,6 +126,43 @@ def serve(
         stream=sys.stderr,
     )
     raise typer.Exit(_serve(given))
+
+
+@app.command()
+def demo(
+    workers: Annotated[
+        str, typer.Option(help="vllm (its CPU build), or reference; default: vllm where it is set up")
+    ] = "",
+    prefill: Annotated[int, typer.Option(min=1, help="Prefill workers")] = 2,
+    decode: Annotated[int, typer.Option(min=1, help="Decode workers")] = 2,
+    policy: Annotated[str, typer.Option(help="As of serve_policy.py")] = "conductor+predictive",
+    gateway: Annotated[str, typer.Option(help="HOST:PORT of the gateway; port 0 takes a free one")] = "127.0.0.1:8000",
+    page: Annotated[str, typer.Option(help="HOST:PORT of the live page and the metrics")] = "127.0.0.1:9090",
+    load: Annotated[float, typer.Option(min=0.0, help="Requests per second to look at; 0: none")] = 0.3,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Log more")] = False,
+) -> None:
+    """A whole cluster on this machine: prefill and decode workers, gateway, sidecar, live page. Ctrl-C ends it."""
+    logging.basicConfig(
+        level=logging.INFO if verbose else logging.WARNING,
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        from runtime.demo import DEMO_FAULTS, Engine, run, workers_of
+    except ImportError as error:
+        print(f"serving needs {error.name}: pip install 'conductor-gym[serve]'", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    if workers not in ("", *Engine):
+        raise typer.BadParameter(f"expected {' or '.join(Engine)}, found {workers!r}", param_hint="--workers")
+    try:
+        made = workers_of(Engine(workers) if workers else None, prefill, decode)
+        with made, asyncio.Runner(loop_factory=_fast_loop()) as runner:
+            raise typer.Exit(runner.run(run(made, policy, gateway, page, load)))
+    except DEMO_FAULTS as error:
+        print(f"serve_policy.py: {error}", file=sys.stderr)
+        raise typer.Exit(EXIT_BAD_INPUT) from None
+    except KeyboardInterrupt:  # while workers start
+        raise typer.Exit(130) from None
 
 
 def _serve(given: dict[str, Any]) -> int:

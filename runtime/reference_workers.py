@@ -1,0 +1,72 @@
+"""Reference workers on one machine (`runtime.worker`): real prefill and decode where vLLM is not installed."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+from .local_workers import MODEL, LocalWorkers, WorkersError
+from .workers import Connector, Role
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK_TOKENS = 32  # as vLLM's, so that the two can take each other's place
+KEEP_S = 30.0  # how long a prefill worker keeps KV that nobody fetches
+
+
+class ReferenceWorkers(LocalWorkers):
+    """Reference workers with the tiny model of `runtime.tiny_model`.
+
+    Args:
+        prefill, decode, both, kv_tokens, folder: as `LocalWorkers` has them. Host memory holds as much again.
+    """
+
+    def __init__(
+        self, prefill: int = 1, decode: int = 1, both: int = 0, *, kv_tokens: int = 32768, folder: Path | None = None
+    ) -> None:
+        super().__init__(
+            "reference",
+            prefill,
+            decode,
+            both,
+            connector=Connector.NIXL,
+            kv_tokens=kv_tokens,
+            block_tokens=BLOCK_TOKENS,
+            folder=folder,
+        )
+
+    def prepare(self) -> None:
+        """The model.
+
+        Raises:
+            WorkersError: what the worker needs is not installed.
+        """
+        missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+        if missing:
+            raise WorkersError(
+                f"the reference worker needs {' and '.join(missing)}: pip install 'conductor-gym[worker]'"
+            )
+        super().prepare()
+
+    def command(self, name: str) -> list[str | Path]:
+        """`python -m runtime.worker`."""
+        http, transfer, kv_events, kv_replay = (f"127.0.0.1:{port}" for port in self.ports[name])
+        options = {
+            "role": self.roles[name].value,
+            "http": http,
+            "transfer": transfer,
+            "model": self.folder / "model",
+            "served-model-name": MODEL,
+            "block-size": self.block_tokens,
+            "device-blocks": self.kv_tokens // self.block_tokens,
+            "host-blocks": self.kv_tokens // self.block_tokens,
+            "keep-s": KEEP_S,
+        }
+        if self.roles[name] != Role.DECODE:
+            options |= {"kv-events": kv_events, "kv-replay": kv_replay}
+        flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+        return [sys.executable, "-m", "runtime.worker", *flags]
+
+    def environment(self, name: str) -> dict[str, str]:
+        """One core for each; the model is small."""
+        return {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
