@@ -148,13 +148,14 @@ def demo(
         stream=sys.stderr,
     )
     try:
-        from runtime.demo import DEMO_FAULTS, Engine, run, workers_of
+        from runtime.demo import DEMO_FAULTS, Engine, check, run, workers_of
     except ImportError as error:
         print(f"serving needs {error.name}: pip install 'conductor-gym[serve]'", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from None
     if workers not in ("", *Engine):
         raise typer.BadParameter(f"expected {' or '.join(Engine)}, found {workers!r}", param_hint="--workers")
     try:
+        check(policy, gateway, page)
         made = workers_of(Engine(workers) if workers else None, prefill, decode)
         with made, asyncio.Runner(loop_factory=_fast_loop()) as runner:
             raise typer.Exit(runner.run(run(made, policy, gateway, page, load)))

@@ -13,12 +13,13 @@ from enum import StrEnum
 import numpy as np
 from rich.console import Console
 
+from policies import make_policy
 from traces import Trace, load
 
 from .loadgen import Prompts, Replay
 from .local_workers import LocalWorkers, WorkersError
 from .reference_workers import ReferenceWorkers
-from .sidecar import FAULTS, Options, Sidecar
+from .sidecar import FAULTS, Options, Sidecar, host_and_port
 from .vllm_workers import VllmWorkers, default_environment, is_set_up
 
 TRACE = "builtin:conversation"
@@ -43,6 +44,17 @@ def workers_of(engine: Engine | None, prefill: int, decode: int) -> LocalWorkers
     if engine == Engine.VLLM:
         return VllmWorkers(prefill, decode)
     return ReferenceWorkers(prefill, decode)
+
+
+def check(policy: str, gateway: str, page: str) -> None:
+    """What would otherwise be found out when the workers have started.
+
+    Raises:
+        DEMO_FAULTS: it cannot be.
+    """
+    make_policy(policy)
+    host_and_port("gateway", gateway)
+    host_and_port("page", page)
 
 
 async def run(workers: LocalWorkers, policy: str, gateway: str, page: str, requests_per_s: float) -> int:
