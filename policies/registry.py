@@ -103,8 +103,8 @@ ROUTERS: dict[str, Part] = {
     "prior": _router(
         compiled_scorer.prior,
         Option("ttft", 1.0, "threshold of the predicted TTFT where every prefill instance is busy", 0.03, 1.5, "log"),
-        Option("tbt", 1.0, "threshold of the predicted TBT for a prompt of 8,000 tokens", 0.5, 1.5),
-        Option("price", 0.0, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.4),
+        Option("tbt", 1.0, "threshold of the predicted TBT for a prompt as long as the contexts in decode", 0.5, 1.5),
+        Option("price", 0.0, "by how much that is lower for each e-fold by which a prompt is longer", 0.0, 0.4),
         Option("slack", 0.0, "by how much that is higher where all are idle", 0.0, 1.0),
         Option("affinity", 0.0, "cost of an e-fold between a prompt and a decode's contexts, squared", 0.0, 0.2),
     ),
