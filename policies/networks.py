@@ -151,10 +151,9 @@ _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
 class Gate(NamedTuple):
     """What the prior goes by. As it is here: Algorithm 1 with the SLOs themselves as thresholds."""
 
-    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, where every prefill instance is busy
+    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, where all prefill instances are busy; all idle: 1
     tbt: float = 1.0  # threshold of the predicted TBT, in SLOs, at most 1, for a prompt as long as contexts are
     price: float = 0.0  # by how much that is lower for each e-fold by which a prompt is longer
-    slack: float = 0.0  # by how much that is higher where all are idle
     affinity: float = 0.0  # cost, in SLOs of TBT, of an e-fold between a prompt and a decode's mean context, squared
 
 
@@ -247,16 +246,16 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Scores
 
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
-        gate: [5], a `Gate`.
+        gate: [4], a `Gate`.
     """
-    ttft, tbt, price, slack, affinity = gate.unbind()
+    ttft, tbt, price, affinity = gate.unbind()
     of_prefill = TTFT_WEIGHT * x.ttft
     of_decode = TBT_WEIGHT * (x.tbt + affinity * x.length**2) + NO_ROOM * x.no_room
     least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
     least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
     up = sources.amax(2, keepdim=True)
     idle = (x.idle * up).sum(1, keepdim=True) / up.sum(1, keepdim=True).clamp(min=1.0)
-    of_ttft = ttft + slack * idle
+    of_ttft = ttft ** (1.0 - idle)
     longer = (x.length * decode_up).sum(1, keepdim=True) / decode_up.sum(1, keepdim=True).clamp(min=1.0)
     of_tbt = (tbt - price * longer).clamp(max=1.0)
     worse = torch.maximum(least_prefill / TTFT_WEIGHT - of_ttft, x.tbt.gather(1, instance) - of_tbt)
