@@ -116,8 +116,8 @@ class Options:
     windows: int = 16
     """cma, rollout: windows of the trace per generation, the same for all its candidates."""
     rounds: int = 1
-    """rollout: times that it visits states, tries out their decisions and fits; each follows the one before. 0: the prior
-    alone."""
+    """rollout: times that it visits states, tries out their decisions and fits; each follows the one before;
+    0: the prior alone."""
     states: int = 24_000
     """rollout: requests whose decisions are tried out in each round."""
     horizon: int = 300
