@@ -116,7 +116,8 @@ class Options:
     windows: int = 16
     """cma, rollout: windows of the trace per generation, the same for all its candidates."""
     rounds: int = 1
-    """rollout: times that it visits states, tries out their decisions and fits; each follows the one before."""
+    """rollout: times that it visits states, tries out their decisions and fits; each follows the one before;
+    0: the prior alone."""
     states: int = 24_000
     """rollout: requests whose decisions are tried out in each round."""
     horizon: int = 300
@@ -184,7 +185,7 @@ ALGORITHMS = {
         "try out every decision at visited states, fit a set scorer to what became of them",
         ("torch", "sb3_contrib", "tensorboard"),
         anchored=True,
-        base="prior:ttft=0.15,tbt=0.96,price=0.1,slack=0.3,affinity=0.015",
+        base="prior:ttft=0.15,tbt=0.96,price=0.1,affinity=0.015",
     ),
     "cma": Algorithm("CMA-ES on the options of a heuristic", ("cma",), anchored=None, base="conductor+slo"),
     "bc": Algorithm(
@@ -284,7 +285,7 @@ def check(options: Options) -> None:
                 f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
             )
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
-    whole += " minibatch n_steps hidden rounds states horizon fit_epochs generations windows group"
+    whole += " minibatch n_steps hidden states horizon fit_epochs generations windows group"
     for name in (*whole.split(), "lr", "clip", "fit_lr", "temperature"):
         if not 0 < getattr(options, name) < float("inf"):
             raise UsageError(
@@ -295,7 +296,7 @@ def check(options: Options) -> None:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
             )
-    for name in ("ent", "target_kl", "seed", "env_runners", "horizon_s", "anchor_kl", "widen"):
+    for name in ("ent", "target_kl", "seed", "env_runners", "horizon_s", "anchor_kl", "widen", "rounds"):
         if not 0 <= getattr(options, name) < 2**32:
             raise UsageError(
                 f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"

@@ -23,11 +23,11 @@ REQUEST, CONTEXT, PREFILL, DECODE, DECODE_COLUMNS, CLUSTER = 5, 9, 13, 11, 10, 7
 TTFT_WEIGHT, TBT_WEIGHT, REJECT_WEIGHT = 100.0, 200.0, 100.0
 MOST_REJECT, NO_ROOM = 10.0, 12.0
 LARGEST, LARGEST_SCALED = 1e9, 10.0
-PRICED_FROM = 8000.0  # prompt tokens whose threshold is the one given
-BUSY = 0.1  # SLOs of TTFT in the queue of a prefill instance that is not idle at all
+TYPICAL = 8000.0  # tokens of a context that every decode instance is taken to have besides those it has
+BUSY = 0.2  # SLOs of TTFT in the queue of a prefill instance that is not idle at all
 MOST_POSITIVE = np.expm1(LARGEST_SCALED)
-HEADER = 10  # values before the weights: hidden units, anchored, margin, gate [5], trained, rejects
-GATE, TRAINED, REJECTS = 3, 8, 9
+HEADER = 9  # values before the weights: hidden units, anchored, margin, gate [4], trained, rejects
+GATE, TRAINED, REJECTS = 3, 7, 8
 
 
 def packed(scorer: SetScorer, rejects: bool = True) -> NDArray[np.float64]:
@@ -178,6 +178,8 @@ def _prior_costs(observation, gate, prefill_cost, decode_cost):
             least_prefill = min(least_prefill, cost)
     least_decode = np.float32(np.inf)
     tbt_of_least = 0.0
+    longer = 0.0
+    decodes = 0
     table = f8_at(observation.decode)
     for d in range(observation.decodes):
         decode_cost[d] = np.inf
@@ -187,8 +189,10 @@ def _prior_costs(observation, gate, prefill_cost, decode_cost):
         tbt = _multiple(_clean(table[row + 7]) / tbt_slo_s)
         # one more context, of a typical length, so that an empty instance suits every prompt but the extreme
         contexts = max(_clean(table[row]) + _clean(table[row + 3]) + 1.0, 1.0)
-        mean = max(_clean(table[row + 1]) + _clean(table[row + 4]) + PRICED_FROM, 1.0) / contexts
-        cost = TBT_WEIGHT * (tbt + gate[4] * np.log(tokens / mean) ** 2)
+        length = np.log(tokens * contexts / max(_clean(table[row + 1]) + _clean(table[row + 4]) + TYPICAL, 1.0))
+        longer += length
+        decodes += 1
+        cost = TBT_WEIGHT * (tbt + gate[3] * length**2)
         if _clean(table[row + 2]) < need:
             cost += NO_ROOM
         decode_cost[d] = cost
@@ -197,8 +201,8 @@ def _prior_costs(observation, gate, prefill_cost, decode_cost):
             tbt_of_least = tbt
     if least_prefill == np.inf or least_decode == np.inf:
         return np.inf
-    of_ttft = gate[0] + gate[3] * idle / max(up, 1)
-    of_tbt = min(gate[1] - gate[2] * np.log(tokens / PRICED_FROM), 1.0)
+    of_ttft = gate[0] ** (1.0 - idle / max(up, 1))
+    of_tbt = min(gate[1] - gate[2] * longer / decodes, 1.0)
     excess = max(least_prefill / TTFT_WEIGHT - of_ttft, tbt_of_least - of_tbt)
     return min(max(excess * REJECT_WEIGHT, -MOST_REJECT), MOST_REJECT)
 
@@ -230,7 +234,7 @@ def set_scorer(observation, values, memory, decision):
     prefills, decodes = observation.prefills, observation.decodes
     prefill_cost = np.empty(3 * prefills, np.float32)
     decode_cost = np.empty(decodes, np.float32)
-    prior_reject = _prior_costs(observation, values[GATE : GATE + 5], prefill_cost, decode_cost)
+    prior_reject = _prior_costs(observation, values[GATE : GATE + 4], prefill_cost, decode_cost)
     must = prior_reject < np.inf and values[REJECTS] == 0.0
     _decide_by_prior(-1.0 if must else prior_reject, prefill_cost, decode_cost, decision)
     if prior_reject == np.inf or values[TRAINED] == 0.0:

@@ -38,7 +38,7 @@ from stable_baselines3.common.torch_layers import CombinedExtractor
 from torch import Tensor, nn
 
 from envs.state import CLUSTER_FEATURES, DECODE_FEATURES, REQUEST_FEATURES
-from policies.compiled_scorer import BUSY, PRICED_FROM
+from policies.compiled_scorer import BUSY, TYPICAL
 
 Tables = Mapping[str, Tensor]
 
@@ -137,7 +137,7 @@ _WEIGHTS, _CONSTANTS = torch.tensor(_ROWS)[:, :-1].contiguous(), torch.tensor(_R
 _DECODE_COLUMNS = _chosen([name for name, _ in OF_DECODE], _DECODE)
 _FREE = _chosen(["free_tokens"], _DECODE)
 _CONTEXTS = _chosen(["kv_tokens", "batch"], _DECODE) + _chosen(["pending_tokens", "pending_requests"], _DECODE)
-_TYPICAL = torch.tensor([PRICED_FROM, 1.0])
+_TYPICAL = torch.tensor([TYPICAL, 1.0])
 _TTFT = _chosen(["ttft_local_s", "ttft_fetch_s", "ttft_recompute_s"], [name for name, _ in OF_PREFILL])
 _TBT = _chosen(["tbt_assigned_s"], [name for name, _ in OF_DECODE])
 _OVER_CAPACITY = torch.tensor([float(divisor == "capacity") for _, divisor in OF_DECODE])
@@ -151,10 +151,9 @@ _TOTAL = 1.0 - _TIMES_PREFILLS - _PER_PREFILL - _PER_DECODE
 class Gate(NamedTuple):
     """What the prior goes by. As it is here: Algorithm 1 with the SLOs themselves as thresholds."""
 
-    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, where every prefill instance is busy
-    tbt: float = 1.0  # threshold of the predicted TBT, in SLOs, for a prompt of PRICED_FROM tokens, at most 1
-    price: float = 0.0  # by how much that is lower for each e-fold of prompt tokens
-    slack: float = 0.0  # by how much that is higher where all are idle
+    ttft: float = 1.0  # threshold of the predicted TTFT, in SLOs, where all prefill instances are busy; all idle: 1
+    tbt: float = 1.0  # threshold of the predicted TBT, in SLOs, at most 1, for a prompt as long as contexts are
+    price: float = 0.0  # by how much that is lower for each e-fold by which a prompt is longer
     affinity: float = 0.0  # cost, in SLOs of TBT, of an e-fold between a prompt and a decode's mean context, squared
 
 
@@ -167,8 +166,7 @@ class Scaled(NamedTuple):
     ttft: Tensor  # [B, P, 3], predicted, in SLOs, per source
     tbt: Tensor  # [B, D, 1], predicted, in SLOs
     no_room: Tensor  # [B, D, 1], 1 where the KV of the request has no room, else 0
-    length: Tensor  # [B, 1, 1], e-folds of the prompt's tokens above PRICED_FROM
-    misfit: Tensor  # [B, D, 1], squared e-folds between the prompt and the mean context on a decode instance
+    length: Tensor  # [B, D, 1], e-folds by which the prompt is longer than the mean context on a decode instance
     idle: Tensor  # [B, P, 1], 1 where nothing waits, 0 where BUSY SLOs of TTFT do
 
 
@@ -224,7 +222,7 @@ def scale(tables: Tables) -> Scaled:
     # one more context, of a typical length, so that an empty instance suits every prompt but the extreme
     contexts = decode @ on_device(_CONTEXTS) + on_device(_TYPICAL)
     mean = contexts[..., :1].clamp(min=1.0) / contexts[..., 1:].clamp(min=1.0)
-    misfit = torch.log(known[:, :1, None] / mean) ** 2
+    length = torch.log(known[:, :1, None] / mean)
     prefill = prefill / of_prefill
     decode = decode @ on_device(_DECODE_COLUMNS) + inputs
     decode = decode / (of_decode + capacity * on_device(_OVER_CAPACITY))
@@ -235,8 +233,7 @@ def scale(tables: Tables) -> Scaled:
         _multiple(prefill @ on_device(_TTFT)),
         _multiple(decode @ on_device(_TBT)),
         no_room.to(decode.dtype),
-        torch.log(known[:, :1, None] / PRICED_FROM),
-        misfit,
+        length,
         1.0 - (prefill[:, :, :1] / BUSY).clamp(0.0, 1.0),
     )
 
@@ -249,17 +246,18 @@ def prior(x: Scaled, sources: Tensor, decode_up: Tensor, gate: Tensor) -> Scores
 
     Args:
         sources: [B, P, 3], 1 where a source is valid, else 0. decode_up: [B, D, 1].
-        gate: [5], a `Gate`.
+        gate: [4], a `Gate`.
     """
-    ttft, tbt, price, slack, affinity = gate.unbind()
+    ttft, tbt, price, affinity = gate.unbind()
     of_prefill = TTFT_WEIGHT * x.ttft
-    of_decode = TBT_WEIGHT * (x.tbt + affinity * x.misfit) + NO_ROOM * x.no_room
+    of_decode = TBT_WEIGHT * (x.tbt + affinity * x.length**2) + NO_ROOM * x.no_room
     least_prefill = (of_prefill + _off(sources)).amin((1, 2), keepdim=True)
     least_decode, instance = (of_decode + _off(decode_up)).min(1, keepdim=True)
     up = sources.amax(2, keepdim=True)
     idle = (x.idle * up).sum(1, keepdim=True) / up.sum(1, keepdim=True).clamp(min=1.0)
-    of_ttft = ttft + slack * idle
-    of_tbt = (tbt - price * x.length).clamp(max=1.0)
+    of_ttft = ttft ** (1.0 - idle)
+    longer = (x.length * decode_up).sum(1, keepdim=True) / decode_up.sum(1, keepdim=True).clamp(min=1.0)
+    of_tbt = (tbt - price * longer).clamp(max=1.0)
     worse = torch.maximum(least_prefill / TTFT_WEIGHT - of_ttft, x.tbt.gather(1, instance) - of_tbt)
     reject = (worse * REJECT_WEIGHT).clamp(-MOST_REJECT, MOST_REJECT)
     return Scores(reject, least_prefill - of_prefill, least_decode - of_decode)

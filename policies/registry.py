@@ -102,10 +102,9 @@ ROUTERS: dict[str, Part] = {
     ),
     "prior": _router(
         compiled_scorer.prior,
-        Option("ttft", 1.0, "threshold of the predicted TTFT where every prefill instance is busy", 0.03, 1.5, "log"),
-        Option("tbt", 1.0, "threshold of the predicted TBT for a prompt of 8,000 tokens", 0.5, 1.5),
-        Option("price", 0.0, "by how much that is lower for each e-fold of prompt tokens", 0.0, 0.4),
-        Option("slack", 0.0, "by how much that is higher where all are idle", 0.0, 1.0),
+        Option("ttft", 1.0, "threshold of the predicted TTFT where all prefills are busy; idle: 1", 0.01, 1.5, "log"),
+        Option("tbt", 1.0, "threshold of the predicted TBT for a prompt as long as the contexts in decode", 0.5, 1.5),
+        Option("price", 0.0, "by how much that is lower for each e-fold by which a prompt is longer", 0.0, 0.4),
         Option("affinity", 0.0, "cost of an e-fold between a prompt and a decode's contexts, squared", 0.0, 0.2),
     ),
     # the cost functions of other systems
@@ -178,7 +177,7 @@ ADMISSIONS: dict[str, Part] = {
 LEARNED = Path(__file__).with_name("learned.onnx")
 """The policy called `learned`: see docs/learning.md."""
 CLAIRVOYANT = (
-    "prior:ttft=0.15,tbt=0.96,price=0.1,slack=0.3,affinity=0.015",
+    "prior:ttft=0.15,tbt=0.96,price=0.1,affinity=0.015",
     "conductor:threshold=1,min_over_both=1+none",
 )
 """The policy that the clairvoyant assumes to go on, and where that would have requests go that it rejects."""

@@ -24,7 +24,7 @@ def scorer_like_trained(hidden: int, anchored: bool, seed: int, scale: float = 0
     scorer = SetScorer(hidden, anchored)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter, std=scale)
-    scorer.gate.copy_(torch.tensor([0.9, 0.85, 0.1, 0.2, 0.03]))
+    scorer.gate.copy_(torch.tensor([0.5, 0.85, 0.1, 0.03]))
     scorer.margin.fill_(0.4)
     return scorer.eval()
 

@@ -33,7 +33,13 @@ def test_it_says_how_it_was_made() -> None:
     options = parse(shlex.split(training["command"])[2:])
     assert (options.algo, options.capacity, options.seed) == ("rollout", "0.8,2.5", 0)
     assert training["seed"] == 0
-    assert list(training["trained_on"]["traces"]) == ["mooncake:conversation", "mooncake:synthetic"]
+    assert list(training["trained_on"]["traces"]) == [
+        "mooncake:conversation",
+        "mooncake:synthetic",
+        "l-eval",
+        "arxiv-summarization",
+        "simulated-32k",
+    ]
     assert (training["trained_on"]["prefill"], training["trained_on"]["decode"]) == (8, 8)
     assert training["validation"]["goodput"] > 0.7
     assert LEARNED.stat().st_size < 300_000

@@ -156,8 +156,7 @@ def test_sampling_and_evaluating_agree() -> None:
     ("heuristic", "gate"),
     [
         ("conductor:threshold=1,min_over_both=1", Gate()),
-        ("conductor:threshold=1,min_over_both=1+slo:threshold=0.9", Gate(0.9, 0.9)),
-        ("prior:ttft=0.2,tbt=0.95,price=0.1,slack=0.3,affinity=0.05", Gate(0.2, 0.95, 0.1, 0.3, 0.05)),
+        ("prior:ttft=0.1,tbt=0.95,price=0.1,affinity=0.05", Gate(0.1, 0.95, 0.1, 0.05)),
     ],
 )
 def test_untrained_policy_is_the_heuristic_of_its_gate(

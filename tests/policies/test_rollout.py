@@ -115,6 +115,27 @@ def test_candidates_are_valid_distinct_and_hold_what_matters(workload: Workload)
     assert most >= 2 + 2 * OTHERS
 
 
+def test_without_rounds_it_is_the_prior_that_was_found(tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    assert main([*SMALL, "--rounds=0", "--out", str(out)]) == 0
+    prior = (out / "checkpoints" / "prior.txt").read_text().strip()
+    metrics = json.loads((out / "metrics.json").read_text())
+    assert [entry["prior"] for entry in metrics["validation"]] == [prior]
+    assert metrics["best"] == {"steps": 0, "goodput": metrics["validation"][0]["goodput"]}
+    window = traces.load("builtin:conversation").rows(0, 300)
+    decided = []
+    for name in (str(out), prior):
+        policy = make_policy(name)
+        assert isinstance(policy, CompiledPolicy)
+        policy.reset(1, 0)
+        simulator = Simulator.with_room(load_cluster("2p2d"), window)
+        simulator.load(0, window, speed=1.5, recheck=policy.recheck)
+        policy.replay(simulator, 0)
+        decided.append(simulator.outcomes(0)[["prefill", "decode", "source"]].copy())
+    assert (decided[0] == decided[1]).mean() > 0.99  # the gate is kept in float32
+    assert 0 < (decided[0]["prefill"] < 0).mean() < 1
+
+
 def test_the_base_must_be_the_prior(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main([*SMALL, "--base=conductor+slo", "--out", str(tmp_path / "run")])
