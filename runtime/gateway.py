@@ -321,8 +321,8 @@ class _Serving:
         """
         gateway = self.gateway
         self.pair = answer.prefill, answer.decode
-        if answer.source == Source.FETCH and answer.holder is not None:
-            self.call.holder = answer.holder.address
+        if answer.source == Source.FETCH:
+            self.call.holder = answer.holder
         failed: set[str] = set()
         while True:
             try:
@@ -393,7 +393,7 @@ class _Serving:
     def go_on_with(self, pair: tuple[Worker, Worker]) -> None:
         """Enter another pair in the books."""
         self.pair = pair
-        self.call.holder = ""
+        self.call.holder = None
         answer = self.conductor.schedule(replace(self.request, pair=_ids(pair), arrival_s=None))
         if isinstance(answer, Rejection):
             raise _rejected(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from .local_workers import MODEL, LocalWorkers, WorkersError
 from .workers import Connector, Role
@@ -66,6 +67,14 @@ class ReferenceWorkers(LocalWorkers):
             options |= {"kv-events": kv_events, "kv-replay": kv_replay}
         flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
         return [sys.executable, "-m", "runtime.worker", *flags]
+
+    def cluster(self) -> dict[str, Any]:
+        """As of `LocalWorkers`; prefill workers hand prefixes out to one another."""
+        made = super().cluster()
+        for row in made["workers"]:
+            if row["role"] != Role.DECODE:
+                row["bootstrap"] = f"127.0.0.1:{self.ports[row['id']][1]}"
+        return made
 
     def environment(self, name: str) -> dict[str, str]:
         """One core for each; the model is small."""

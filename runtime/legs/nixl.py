@@ -23,7 +23,8 @@ KEEP = {
 
 async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
-    reply = await upstream.prefill(call, prefill, prefill_only(call.fields) | {"kv_transfer_params": KEEP})
+    params = KEEP | prefix_holder(call, prefill)
+    reply = await upstream.prefill(call, prefill, prefill_only(call.fields) | {"kv_transfer_params": params})
     kept = reply.get("kv_transfer_params")
     if not kept:
         message = "its reply has no kv_transfer_params: does it run with NixlConnector as kv_producer?"
@@ -37,6 +38,18 @@ async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, p
         if not refused:  # then only the lease of the prefill worker ends it
             upstream.later(let_go(upstream, call, decode, fetching))
         raise
+
+
+def prefix_holder(call: Call, prefill: Worker) -> dict[str, Any]:
+    """Whom the prefill worker is to fetch the prefix from: the `bootstrap` address of a holder that hands prefixes out.
+
+    The reference worker does (docs/workers.md); vLLM's NixlConnector fetches whole prompts only.
+    """
+    holder = call.holder
+    if holder is None or holder.id == prefill.id or not holder.bootstrap:
+        return {}
+    host, _, port = holder.bootstrap.rpartition(":")
+    return {"prefix_holder": {"host": host.strip("[]"), "port": int(port)}}
 
 
 async def let_go(upstream: Upstream, call: Call, decode: Worker, fetching: dict[str, Any]) -> None:

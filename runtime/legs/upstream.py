@@ -43,14 +43,14 @@ class Call:
 
     Args:
         path: of the endpoint, e.g. /v1/completions. fields: the body, as JSON has it; token ids may be an array.
-        headers: for both workers. holder: address of who has a prefix that the prefill worker should fetch.
+        headers: for both workers. holder: who has a prefix that the prefill worker should fetch; None: nobody need.
     """
 
     request_id: str
     path: str
     fields: dict[str, Any]
     headers: Mapping[str, str] = field(default_factory=dict)
-    holder: str = ""
+    holder: Worker | None = None
 
 
 class LegFailed(Exception):
@@ -109,8 +109,8 @@ class Upstream:
         Raises:
             LegFailed: no reply, an error, or none that can be read.
         """
-        if call.holder and call.holder != worker.address:
-            headers[PREFIX_HOLDER] = call.holder
+        if call.holder is not None and call.holder.id != worker.id:
+            headers[PREFIX_HOLDER] = call.holder.address
         limit = ClientTimeout(total=self.timeouts.prefill_s, sock_connect=self.timeouts.connect_s)
         async with await self._post("prefill", call, worker, fields, limit, headers) as response:
             try:
