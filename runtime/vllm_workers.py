@@ -276,6 +276,8 @@ class VllmWorkers:
                     "replay_endpoint": f"tcp://*:{kv_replay}",
                 }
             )
+        if role == Role.PREFILL:
+            options["max-num-seqs"] = 1  # one prompt after the other: together, the first would wait for the last
         if role != Role.BOTH:
             options["kv-transfer-config"] = json.dumps(self._transfer(role))
         flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
