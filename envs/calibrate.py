@@ -8,8 +8,10 @@ Requests are timed alone and together, so that what a worker is busy with can be
 - decode: an iteration takes base + per_request B + per_token K, with B requests and K context tokens.
 - hand-over: from the prefill worker's answer to the decode worker's first token it takes latency + bytes / bandwidth +
   one iteration.
+- gateway: what a first token through it takes longer than all of these together. With a gateway, decode batches are
+  timed through it, as its clients see them.
 
-Both latencies together are `transfer_latency_s` of a cluster file. A quarter of what was measured is held out; the
+The latencies together are `transfer_latency_s` of a cluster file. A quarter of what was measured is held out; the
 errors are those of the fit there.
 """
 
@@ -33,7 +35,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .hardware import DecodeTimes, HardwareProfile, PrefillTimes, relative_fit
-from .worker_timing import DecodeTime, HandOverTime, LiveWorker, PrefillTime, WorkerError
+from .worker_timing import DecodeTime, FirstTokenTime, LiveWorker, PrefillTime, WorkerError
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 SHORTEST, LEAST_CONTEXT = 64, 512  # tokens: of the shortest prompt, and of what a worker must take
@@ -46,7 +48,7 @@ HELD_OUT = 4  # one point in so many
 NOT_MEASURED = 1e12  # bytes/s where nothing had to move
 
 err = Console(stderr=True)
-Time = TypeVar("Time", PrefillTime, DecodeTime, HandOverTime)
+Time = TypeVar("Time", PrefillTime, DecodeTime, FirstTokenTime)
 Point = TypeVar("Point")
 
 
@@ -82,7 +84,7 @@ class Calibration:
     """What was found.
 
     Attributes:
-        latency_s: of a prefill's answer, and of the hand-over; neither keeps a worker busy.
+        latency_s: of a prefill's answer, of the hand-over and of the gateway; none of them keeps a worker busy.
     """
 
     profile: HardwareProfile
@@ -138,7 +140,7 @@ class Plan:
         """Requests and context of each, as far as their KV has room."""
         contexts = self.lengths()[::2]
         batches = [b for b in BATCHES if b <= self.most_requests]
-        return [(b, c) for b in batches for c in contexts if b * (c + ITERATIONS + 8 * b) <= kv_tokens // 2]
+        return [(b, c) for b in batches for c in contexts if b * (c + ITERATIONS) <= kv_tokens // 2]
 
 
 def calibrate(
@@ -146,6 +148,7 @@ def calibrate(
     decode: LiveWorker,
     plan: Plan,
     *,
+    gateway: LiveWorker | None = None,
     kv_bytes_per_token: float | None = None,
     kv_tokens: int | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
@@ -153,6 +156,7 @@ def calibrate(
     """Measure two workers, or one that does both, and fit.
 
     Args:
+        gateway: before the two, where clients go through one.
         kv_bytes_per_token, kv_tokens: of the model, and of a worker's KV cache; None where the workers say so.
         tell: is told what is measured, how many of it are done and how many there are.
 
@@ -180,7 +184,7 @@ def calibrate(
     prefill_part = fit("prefill", terms, [t.seconds for t in times])
 
     batches = [
-        _median([decode.decode(*point, ITERATIONS) for _ in range(plan.repeats)])
+        _median([(gateway or decode).decode(*point, ITERATIONS) for _ in range(plan.repeats)])
         for point in _told("decode", plan.decodes(room), tell)
     ]
     terms = np.array([(1.0, t.batch, t.context_tokens) for t in batches])
@@ -205,6 +209,19 @@ def calibrate(
         part = fit("hand-over", terms, [t.seconds for t in hand_overs], besides=iteration)
         latency_s["hand-over"] = float(part.coefficients[0])
         nic_bytes_per_s = 1 / max(float(part.coefficients[1]), 1 / NOT_MEASURED)
+        parts.append(part)
+    if gateway is not None:
+        lengths = [n for n in plan.lengths() for _ in range(2)]
+        firsts = [
+            _median([gateway.first_token(n) for _ in range(plan.repeats)]) for n in _told("gateway", lengths, tell)
+        ]
+        n = np.array([t.tokens for t in firsts], float)
+        known = np.stack([np.ones_like(n), np.ones_like(n), n, n**2], axis=1) @ prefill_part.coefficients
+        known += np.stack([np.ones_like(n), np.ones_like(n), n], axis=1) @ decode_part.coefficients
+        if moves:
+            known += latency_s["hand-over"] + n * (kv_bytes_per_token or 0.0) / nic_bytes_per_s
+        part = fit("gateway", np.ones((len(n), 1)), [t.seconds for t in firsts], besides=known)
+        latency_s["gateway"] = float(part.coefficients[0])
         parts.append(part)
 
     _, base_s, linear_s, quadratic_s = prefill_part.coefficients.tolist()
@@ -276,6 +293,7 @@ def main(
     url: Annotated[str, typer.Option("--url", "--endpoint", help="A worker that does both, http://HOST:PORT")] = "",
     prefill_url: Annotated[str, typer.Option(help="Or a prefill worker")] = "",
     decode_url: Annotated[str, typer.Option(help="and the decode worker that it hands KV to")] = "",
+    gateway_url: Annotated[str, typer.Option(help="And the gateway before them, for what its clients see")] = "",
     out: Annotated[Path, typer.Option(help="The hardware profile")] = Path("profile.yaml"),
     cluster: Annotated[Path | None, typer.Option(help="A cluster file of such workers, to be written too")] = None,
     as_json: Annotated[str, typer.Option("--json", help="Write the fit to a file; - is standard output")] = "",
@@ -303,10 +321,17 @@ def main(
         decode = prefill
         if decode_url:
             decode = LiveWorker(decode_url, model=model, vocabulary=vocabulary, api_key=api_key)
+        gateway = LiveWorker(gateway_url, model=model, vocabulary=vocabulary, api_key=api_key) if gateway_url else None
         plan = Plan(longest_tokens, most_requests, repeats)
         with _shown() as tell:
             found = calibrate(
-                prefill, decode, plan, kv_bytes_per_token=kv_bytes_per_token, kv_tokens=kv_tokens, tell=tell
+                prefill,
+                decode,
+                plan,
+                gateway=gateway,
+                kv_bytes_per_token=kv_bytes_per_token,
+                kv_tokens=kv_tokens,
+                tell=tell,
             )
     except WorkerError as error:
         print(f"calibrate: {error}", file=sys.stderr)

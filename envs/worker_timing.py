@@ -9,7 +9,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
@@ -50,8 +50,8 @@ class DecodeTime(NamedTuple):
     seconds: float
 
 
-class HandOverTime(NamedTuple):
-    """Seconds from the prefill worker's answer to the decode worker's first token."""
+class FirstTokenTime(NamedTuple):
+    """Seconds to a first token of a prompt that was handed over, or sent, at 0."""
 
     tokens: int
     seconds: float
@@ -131,25 +131,35 @@ class LiveWorker:
         """
         prompts = [self.tokens(context_tokens) for _ in range(batch)]
         for prompt in prompts:
-            self.complete(prompt)  # cached now: the batch comes together at once
-        begun, each = threading.Barrier(batch), iterations + 8 * batch  # they do not all begin in one iteration
+            self.complete(prompt)  # cached now: the batch comes together sooner
+        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        begun, together = threading.Semaphore(batch - 1), threading.Event()
 
         def stream(prompt: list[int]) -> list[float]:
-            begun.wait(self.timeout_s)
-            return self.stream(prompt, each)
+            times: list[float] = []
+            left = iterations
+            for at_s in self.stream(prompt, most):
+                if not times and not begun.acquire(blocking=False):
+                    together.set()  # the last has begun
+                times.append(at_s)
+                left -= together.is_set()
+                if left < 0:
+                    break
+            return times
 
-        times = self._together(stream, prompts)
+        times = [np.array(each) for each in self._together(stream, prompts)]
         all_there_s, first_ends_s = max(t[0] for t in times), min(t[-1] for t in times)
-        spans = []
+        context, spans = 0.0, []
         for t in times:
-            inside = [at for at in t if all_there_s <= at <= first_ends_s]
+            inside = t[(t >= all_there_s) & (t <= first_ends_s)]
+            context += context_tokens + int((t < all_there_s).sum()) + len(inside) / 2
             if len(inside) > 1:
                 spans.append((inside[-1] - inside[0]) / (len(inside) - 1))
-        if not spans:
-            raise WorkerError(f"{self.url}: {batch} requests sent together were never decoded together")
-        return DecodeTime(batch, batch * (context_tokens + each / 2), float(np.mean(spans)))
+        if len(spans) < batch:
+            raise WorkerError(f"{self.url}: {batch} requests sent together were not decoded together")
+        return DecodeTime(batch, context, float(np.mean(spans)))
 
-    def hand_over(self, to: LiveWorker, tokens: int) -> HandOverTime:
+    def hand_over(self, to: LiveWorker, tokens: int) -> FirstTokenTime:
         """Time how KV gets from this prefill worker to a decode worker (vLLM's NixlConnector).
 
         Raises:
@@ -162,8 +172,18 @@ class LiveWorker:
                 f"{self.url}: its answer has no kv_transfer_params; expected a prefill worker with vLLM's NixlConnector"
             )
         start_s = time.perf_counter()
-        first_s = to.stream(prompt, 1, kv_transfer_params=params)[0]
-        return HandOverTime(tokens, first_s - start_s)
+        first_s = max(to.stream(prompt, 1, kv_transfer_params=params))
+        return FirstTokenTime(tokens, first_s - start_s)
+
+    def first_token(self, tokens: int) -> FirstTokenTime:
+        """Time the first token of a prompt that nobody else keeps waiting.
+
+        Raises:
+            WorkerError: the request fails.
+        """
+        prompt = self.tokens(tokens)
+        start_s = time.perf_counter()
+        return FirstTokenTime(tokens, max(self.stream(prompt, 1)) - start_s)
 
     # --- requests ----------------------------------------------------------------------------------------------------
 
@@ -176,14 +196,14 @@ class LiveWorker:
         response = self._post(prompt, 1, fields)
         return _object(self._read(response), self.url)
 
-    def stream(self, prompt: Sequence[int], output_tokens: int, **fields: Any) -> list[float]:
-        """When the tokens of an answer came, by `time.perf_counter`; at least one.
+    def stream(self, prompt: Sequence[int], output_tokens: int, **fields: Any) -> Iterator[float]:
+        """When the tokens of an answer come, by `time.perf_counter`; at least one. Who stops early gives it up.
 
         Raises:
             WorkerError: it is no stream of tokens.
         """
         response = self._post(prompt, output_tokens, {"stream": True} | fields)
-        times = []
+        came = False
         try:
             for line in response:
                 if not line.startswith(b"data:") or line[5:].strip() == b"[DONE]":
@@ -192,12 +212,16 @@ class LiveWorker:
                 if "error" in event:
                     raise WorkerError(f"{self.url}: {_message(event)}")
                 if event.get("choices"):
-                    times.append(time.perf_counter())
+                    came = True
+                    yield time.perf_counter()
         except (OSError, HTTPException) as error:
             raise WorkerError(f"{self.url}: its stream broke off: {error!r}") from None
-        if not times:
+        finally:
+            if not response.isclosed():
+                response.close()
+                self._connection.open.close()
+        if not came:
             raise WorkerError(f"{self.url}: its stream has no tokens")
-        return times
 
     def metric(self, name: str) -> float | None:
         """The sum of a Prometheus metric's series; None where it has none."""

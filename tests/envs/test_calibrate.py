@@ -90,10 +90,12 @@ class Law:
         tokens: asyncio.Queue[float] = asyncio.Queue()
         self.batch[tokens] = len(prompt)
         self.joined.set()
-        for _ in range(body["max_tokens"]):
-            await tokens.get()
-            await out.write(b'data: {"choices": [{"text": "x"}]}\n\n')
-        del self.batch[tokens]
+        try:
+            for _ in range(body["max_tokens"]):
+                await tokens.get()
+                await out.write(b'data: {"choices": [{"text": "x"}]}\n\n')
+        finally:
+            del self.batch[tokens]
         await out.write(b"data: [DONE]\n\n")
         return out
 
