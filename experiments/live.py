@@ -14,8 +14,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ from envs.spec import ClusterSpec, validate_cluster
 from envs.worker_timing import LiveWorker
 from runtime.loadgen import Prompts, Replay, Slos
 from runtime.vllm_workers import VllmWorkers
-from traces import Trace
+from traces import Trace, load
 
 from .replays import replay
 
@@ -39,6 +40,22 @@ SCALE = 1 / 16  # tokens sent for each of the trace's: blocks of 512 become vLLM
 
 class LiveError(RuntimeError):
     """A live experiment that cannot be run; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a live experiment is run with; see `experiments.live_command`."""
+
+    cluster: Path | None
+    trace: str
+    requests: int
+    load: float
+    repeats: int
+    ordering: bool
+    tuning: bool
+    longest_tokens: int
+    most_requests: int
+    say: Callable[[str], None]
 
 
 class Seen(NamedTuple):
@@ -133,8 +150,10 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
                 process.wait()
 
 
-def replayed(url: str, trace: Trace, slos: Slos, *, seed: int, tell: Callable[[str], None]) -> Seen:
-    """Replay a trace, as `sent` makes it, through a gateway. Another seed: other tokens, of which nothing is cached.
+def replayed(url: str, trace: Trace, slos: Slos, seed: int, say: Callable[[str], None], what: str) -> Seen:
+    """Replay a trace, as `sent` makes it, through a gateway; `what` is said with how far it is.
+
+    Another seed gives other tokens, of which nothing is cached.
 
     Raises:
         LiveError: a request was neither served nor rejected.
@@ -143,9 +162,9 @@ def replayed(url: str, trace: Trace, slos: Slos, *, seed: int, tell: Callable[[s
     sending = Replay(url, prompts, timeout_s=300.0)
 
     async def run() -> None:
-        running = asyncio.create_task(sending.run())
+        running: asyncio.Task[None] = asyncio.create_task(sending.run())
         while not running.done():
-            tell(f"{sending.ended} of {trace.n_requests}")
+            say(f"{what}: {sending.ended} of {trace.n_requests}")
             await asyncio.wait([running], timeout=1.0)
         await running
 
@@ -166,18 +185,18 @@ def measured(cluster: dict[str, Any], plan: Plan, tell: Callable[[str], None]) -
     """Calibrate on the first prefill and decode worker of a cluster, through a gateway before just these two."""
     pair = [next(row for row in cluster["workers"] if row["role"] == role) for role in ("prefill", "decode")]
     with gateway(cluster | {"workers": pair}, "round_robin") as url:
-        workers = [LiveWorker(f"http://{row['address']}") for row in pair]
-        front = LiveWorker(url)
+        prefill, decode, front = [LiveWorker(at) for at in (*(f"http://{row['address']}" for row in pair), url)]
         try:
             return calibrate(
-                *workers,
+                prefill,
+                decode,
                 plan,
                 gateway=front,
                 kv_bytes_per_token=float(cluster["model"]["kv_bytes_per_token"]),
                 tell=lambda what, done, total: tell(f"{what} {done} of {total}"),
             )
         finally:
-            for worker in (*workers, front):
+            for worker in (prefill, decode, front):
                 worker.close()
 
 
@@ -197,17 +216,26 @@ def spec_of(cluster: dict[str, Any]) -> ClusterSpec:
     return validate_cluster({name: value for name, value in cluster.items() if name != "workers"}, "cluster")
 
 
+def trace_of(options: Options) -> Trace:
+    """The part that is reported on, or with `tuning` the one that a procedure may be made on. Times are spread.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    parts = load(options.trace).jitter(0).split()
+    return parts.train if options.tuning else parts.test
+
+
 def sent(trace: Trace, requests: int, speed: float = 1.0, scale: float = SCALE) -> Trace:
     """The first requests of a trace as they are sent: fewer tokens, blocks as much smaller, arrivals as much closer."""
     some = trace.rows(0, min(requests, trace.n_requests))
     prompts = Prompts(some, scale=scale)
     rows = range(some.n_requests)
-    return Trace(
+    return replace(
+        some,
         arrival_s=(some.arrival_s - some.arrival_s[0]) / speed,
         input_tokens=np.array([prompts.input_tokens(row) for row in rows], np.int32),
         output_tokens=np.array([prompts.output_tokens(row) for row in rows], np.int32),
-        block_offsets=some.block_offsets,
-        block_ids=some.block_ids,
         block_tokens=prompts.block_tokens,
     )
 
@@ -218,14 +246,7 @@ def simulated(cluster: ClusterSpec, trace: Trace, policy: str) -> Seen:
     vLLM's decode workers sample an answer's first token themselves, from KV that was handed over, where the papers'
     prefill worker has it: so one more token is decoded, and the first is there an iteration after the join.
     """
-    longer = Trace(
-        arrival_s=trace.arrival_s,
-        input_tokens=trace.input_tokens,
-        output_tokens=trace.output_tokens + 1,
-        block_offsets=trace.block_offsets,
-        block_ids=trace.block_ids,
-        block_tokens=trace.block_tokens,
-    )
+    longer = replace(trace, output_tokens=trace.output_tokens + 1)
     outcomes = replay(cluster, longer, policy).outcomes
     tbt_s = outcomes["tbt_mean_s"]
     ttft_s = outcomes["join_s"] + tbt_s - outcomes["arrival_s"]
@@ -234,14 +255,6 @@ def simulated(cluster: ClusterSpec, trace: Trace, policy: str) -> Seen:
     return Seen(ttft_s, np.where(np.isnan(ttft_s), np.nan, tbt_s), good)
 
 
-def speed_for(cluster: ClusterSpec, trace: Trace, load: float, policy: str, *, requests: int) -> float:
-    """How fast a trace must be for its prefills to keep the prefill workers busy for this share of the time."""
-    as_sent = sent(trace, requests)
-    outcomes = replay(cluster, as_sent, policy).outcomes
-    busy_s = float(np.nansum(outcomes["prefill_s"])) / cluster.n_prefill
-    return load * as_sent.duration_s / busy_s
-
-
-def quantiles(values: NDArray[np.float64], shares: Sequence[float]) -> list[float]:
-    """Of what is not NaN."""
-    return [float(value) for value in np.nanquantile(values, shares)]
+def prefill_busy_s(cluster: ClusterSpec, trace: Trace, policy: str) -> float:
+    """Seconds that a trace's prefills keep each prefill worker busy, by the gym; it depends on what is cached."""
+    return float(np.nansum(replay(cluster, trace, policy).outcomes["prefill_s"])) / cluster.n_prefill
