@@ -754,13 +754,14 @@ class Health(health_pb2_grpc.HealthServicer):
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         last = None
         while True:
+            draining = self.scheduler.draining  # before the status: it may begin while that is sent
             status = self.status(request.service)
             if status is None:
                 status = int(health_pb2.HealthCheckResponse.SERVICE_UNKNOWN)
             if status != last:
                 yield health_pb2.HealthCheckResponse(status=status)
                 last = status
-            if self.scheduler.draining:
+            if draining:
                 return  # an open watch would hold the drain up
             await asyncio.sleep(self.POLL_S)
 

@@ -180,8 +180,8 @@ class Replay:
                 result = Result(row, str(uuid.uuid4()), due_s, self._now(), input_tokens=self.prompts.input_tokens(row))
                 self.results.append(result)
                 tasks.append(asyncio.create_task(self._send(session, result, body)))
-            everything = asyncio.gather(*tasks, return_exceptions=True)
-            stopped = asyncio.create_task(self._stopped.wait())
+            everything: asyncio.Future[Any] = asyncio.gather(*tasks, return_exceptions=True)
+            stopped: asyncio.Future[Any] = asyncio.ensure_future(self._stopped.wait())
             await asyncio.wait([everything, stopped], return_when=asyncio.FIRST_COMPLETED)
             stopped.cancel()
             for task in tasks:

@@ -44,7 +44,10 @@ _SECONDS = {
 _TOKEN = np.dtype("<u4")
 _RUN, _unnamed = uuid.uuid4().hex, count()  # ids for requests without
 _LOADS = ("at_s", "prefill_end_s", "kv_tokens", "tx_bytes_per_s", "rx_bytes_per_s", "tx_backlog_bytes")
-_WORKER_FIELDS = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank")
+_WORKER_FIELDS = (
+    *("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank"),
+    "connector",
+)
 
 
 def request_of(message: pb.ScheduleRequest) -> Request:

@@ -4,7 +4,7 @@
     python -m runtime.vllm_workers run --cluster cluster.yaml    # workers until Ctrl-C, and the file that lists them
     python serve_policy.py --cluster cluster.yaml --gateway 127.0.0.1:8000
 
-A worker takes 1.5 GB of memory and a minute to start. Its float32 KV and tokens are as real as on a GPU.
+A worker takes 1.8 GB of memory and a minute to start. Its float32 KV and tokens are as real as on a GPU.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def set_up(environment: Path) -> None:
     environment.parent.mkdir(parents=True, exist_ok=True)
     venv.create(environment, with_pip=True)
     for arguments in (("install", VLLM), ("uninstall", "-y", *BROKEN), ("install", "--no-deps", *NIXL)):
-        done = subprocess.run([environment / "bin" / "python", "-m", "pip", *arguments], check=False)
+        pip = [environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
+        done = subprocess.run(pip, stdout=sys.stderr, check=False)
         if done.returncode:
             raise WorkersError(f"{environment}: pip {' '.join(arguments)} has failed; remove the folder to start anew")
 
@@ -280,7 +281,7 @@ class VllmWorkers:
             options["max-num-seqs"] = 1  # one prompt after the other: together, the first would wait for the last
         if role != Role.BOTH:
             options["kv-transfer-config"] = json.dumps(self._transfer(role))
-        flags = ["--enforce-eager", "--enable-prompt-tokens-details"]
+        flags = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-scale-out"]  # the last: /render
         return [*(f"--{option}={value}" for option, value in options.items()), *flags]
 
     def _transfer(self, role: Role) -> Mapping[str, Any]:

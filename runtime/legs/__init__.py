@@ -7,17 +7,15 @@ and returns the response of the decode worker, of which nothing has been read ye
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from aiohttp import ClientResponse
 
 from ..workers import Connector, Worker
 from . import coupled, mooncake, nixl, sglang, store
-from .upstream import Call, LegFailed, Timeouts, Upstream
+from .upstream import Call, LegFailed, Prefilled, Timeouts, Upstream
 
 __all__ = ["Call", "LegFailed", "Legs", "Timeouts", "Upstream", "legs_of"]
 
-Prefilled = Callable[[dict[str, Any]], None]
 Legs = Callable[[Upstream, Call, Worker, Worker, Prefilled], Awaitable[ClientResponse]]
 """Sends the legs of a call to a (prefill, decode) pair.
 

@@ -5,8 +5,6 @@ and the two find each other by a transfer id.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
-from typing import Any
 
 import aiohttp
 from aiohttp import ClientResponse
@@ -14,15 +12,13 @@ from aiohttp import ClientResponse
 from ..workers import Worker
 from .prefill_only import prefill_only
 from .together import together
-from .upstream import Call, LegFailed, Upstream
+from .upstream import Call, LegFailed, Prefilled, Upstream
 
 BOOTSTRAP_PORT = 8998
 BOOTSTRAP_S = 3.0
 
 
-async def run(
-    upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Callable[[dict[str, Any]], None]
-) -> ClientResponse:
+async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
     bootstrap = prefill.bootstrap or f"{prefill.address.rpartition(':')[0]}:{BOOTSTRAP_PORT}"
     engine_id = await _engine(upstream, prefill, bootstrap)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -10,7 +9,7 @@ from aiohttp import ClientResponse
 
 from ..workers import Worker
 from .prefill_only import prefill_only
-from .upstream import Call, LegFailed, Upstream
+from .upstream import Call, LegFailed, Prefilled, Upstream
 
 KEEP = {
     "do_remote_decode": True,
@@ -22,9 +21,7 @@ KEEP = {
 }
 
 
-async def run(
-    upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Callable[[dict[str, Any]], None]
-) -> ClientResponse:
+async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
     reply = await upstream.prefill(call, prefill, prefill_only(call.fields) | {"kv_transfer_params": KEEP})
     kept = reply.get("kv_transfer_params")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
-from typing import Any
 
 from aiohttp import ClientResponse
 
 from ..workers import Worker
 from .together import together
-from .upstream import Call, Upstream
+from .upstream import Call, Prefilled, Upstream
 
 BOOTSTRAP_PORT = 8998
 ROOM_BITS = 63
 
 
-async def run(
-    upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Callable[[dict[str, Any]], None]
-) -> ClientResponse:
+async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
     host, _, port = (prefill.bootstrap or f"{prefill.address.rpartition(':')[0]}:{BOOTSTRAP_PORT}").rpartition(":")
     room = {

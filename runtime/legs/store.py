@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from aiohttp import ClientResponse
 
 from ..workers import Worker
 from .prefill_only import prefill_only
-from .upstream import Call, Upstream
+from .upstream import Call, Prefilled, Upstream
 
 
-async def run(
-    upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Callable[[dict[str, Any]], None]
-) -> ClientResponse:
+async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
     prefilled(await upstream.prefill(call, prefill, prefill_only(call.fields)))
     return await upstream.decode(call, decode, call.fields)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any
 
 from aiohttp import ClientResponse
+
+from .upstream import Prefilled
 
 
 async def together(
     prefill: Coroutine[Any, Any, dict[str, Any]],
     decode: Coroutine[Any, Any, ClientResponse],
-    prefilled: Callable[[dict[str, Any]], None],
+    prefilled: Prefilled,
 ) -> ClientResponse:
     """The decode leg's response once the prefill leg has replied. The first that fails ends the other.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,8 @@ from ..workers import Worker
 log = logging.getLogger(__name__)
 
 MOST_ERROR_BYTES = 64 << 10  # of an error that is passed on
+Prefilled = Callable[[dict[str, Any]], None]
+"""Called with the reply of the prefill worker as soon as that is there; what it raises ends the legs."""
 RETRIED = frozenset({0, 408, 425, 429, 500, 502, 503, 504})  # 0: no answer at all
 
 

@@ -255,7 +255,7 @@ class ReportResponse(_message.Message):
     def __init__(self, unknown: _Optional[int] = ...) -> None: ...
 
 class Worker(_message.Message):
-    __slots__ = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank")
+    __slots__ = ("id", "role", "address", "engine", "kv_events", "kv_replay", "metrics", "bootstrap", "dp_rank", "connector")
     ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +265,7 @@ class Worker(_message.Message):
     METRICS_FIELD_NUMBER: _ClassVar[int]
     BOOTSTRAP_FIELD_NUMBER: _ClassVar[int]
     DP_RANK_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_FIELD_NUMBER: _ClassVar[int]
     id: str
     role: str
     address: str
@@ -274,7 +275,8 @@ class Worker(_message.Message):
     metrics: str
     bootstrap: str
     dp_rank: int
-    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., engine: _Optional[str] = ..., kv_events: _Optional[str] = ..., kv_replay: _Optional[str] = ..., metrics: _Optional[str] = ..., bootstrap: _Optional[str] = ..., dp_rank: _Optional[int] = ...) -> None: ...
+    connector: str
+    def __init__(self, id: _Optional[str] = ..., role: _Optional[str] = ..., address: _Optional[str] = ..., engine: _Optional[str] = ..., kv_events: _Optional[str] = ..., kv_replay: _Optional[str] = ..., metrics: _Optional[str] = ..., bootstrap: _Optional[str] = ..., dp_rank: _Optional[int] = ..., connector: _Optional[str] = ...) -> None: ...
 
 class RegisterRequest(_message.Message):
     __slots__ = ("worker",)

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime.telemetry import parse
@@ -19,6 +20,17 @@ from runtime.workers import Engine
 
 from ..runtime.conftest import Process
 from ..runtime.gateways import said
+
+KV_TOKENS = 8192
+GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng((7, seed)).integers(32, 127, length).tolist()
+
+
+def ids(answer: dict[str, Any]) -> list[int]:
+    return list(answer["choices"][0]["token_ids"])
 
 
 @pytest.fixture(scope="session")

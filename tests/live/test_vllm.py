@@ -15,15 +15,11 @@ import yaml
 
 from runtime.proto import conductor_pb2 as pb
 from runtime.vllm_workers import BLOCK_TOKENS, VllmWorkers
-from runtime.workers import Connector
 
 from ..runtime.test_server import metric
-from .conftest import Live, serving
+from .conftest import GREEDY, KV_TOKENS, Live, ids, prompt, serving
 
 pytestmark = pytest.mark.live
-
-KV_TOKENS = 8192
-GREEDY = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 @pytest.fixture(scope="module")
@@ -36,19 +32,11 @@ def split(environment: Path) -> Iterator[Live]:
         yield live
 
 
-def prompt(seed: int, length: int) -> list[int]:
-    return np.random.default_rng((7, seed)).integers(32, 127, length).tolist()
-
-
 def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> None:
     deadline = time.monotonic() + within_s
     while not holds():
         assert time.monotonic() < deadline, "it does not come about"
         time.sleep(0.1)
-
-
-def ids(answer: dict[str, Any]) -> list[int]:
-    return list(answer["choices"][0]["token_ids"])
 
 
 def cached(live: Live, worker: str, tokens: list[int]) -> float:
@@ -96,6 +84,9 @@ def test_text_conversations_and_streams(split):
     assert status == 200 and events[-1] == "[DONE]"
     said = "".join(event["choices"][0]["delta"].get("content") or "" for event in events[:-1])
     assert said == whole["choices"][0]["message"]["content"]
+    log = split.workers.log("d0").read_text()
+    for path in ("/v1/completions/render", "/v1/chat/completions/render"):
+        assert f'"POST {path} HTTP/1.1" 200' in log, "the engine has told the tokens"
 
 
 @pytest.mark.parametrize("holder", ["p0", "p1"])
@@ -184,19 +175,3 @@ def test_a_prefill_worker_that_is_killed_is_routed_around(split):
         status, answer, headers = split.post(GREEDY | {"prompt": prompt(800 + i, 200), "max_tokens": 4})
         assert status == 200 and headers["x-conductor-pair"] == "p1,d0", answer
     eventually(lambda: metric(split.sidecar, "conductor_worker_up", worker="p0") == 0)
-
-
-def test_a_store_that_both_share(environment):
-    """Whole blocks come from there, the rest decode computes; the answer is the same."""
-    with (
-        VllmWorkers(1, 1, connector=Connector.STORE, kv_tokens=KV_TOKENS, environment=environment) as workers,
-        serving(workers, workers.cluster_file, "--policy", "conductor+none") as live,
-    ):
-        length = 10 * BLOCK_TOKENS + 5
-        asked = GREEDY | {"prompt": prompt(900, length), "max_tokens": 16}
-        before = live.sources("d0")
-        status, answer, headers = live.post(asked)
-        assert status == 200 and headers["x-conductor-pair"] == "p0,d0"
-        after = live.sources("d0")
-        assert after["external_kv_transfer"] - before["external_kv_transfer"] == 10 * BLOCK_TOKENS
-        assert ids(answer) == ids(live.post(asked, to="p0")[1])

@@ -731,12 +731,12 @@ def test_the_recheck_is_that_of_the_physics():
     state.joined([first], now_s, stall_s=0.0)
     state.prefill_done(second, now_s)
     state.kv_ready(second)  # and waits
-    state.prefill_done(third, now_s)
     step_s = node.base_s + node.per_request_s * 3 + node.per_token_s * 3000
     assert state.recheck(third, now_s) == pytest.approx(step_s, rel=1e-9)
     batch_s = node.base_s + node.per_request_s + node.per_token_s * 1000
     later_s = now_s + 100 * batch_s  # the batch has made 100 tokens
     step_s += node.per_token_s * 100
+    state.prefill_done(third, later_s)
     assert state.recheck(third, later_s) == pytest.approx(step_s, rel=1e-9)
     conductor.clock.now(later_s)
     third.tbt_slo_s = step_s * 1.001

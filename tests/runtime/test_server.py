@@ -250,8 +250,11 @@ def test_loads_and_explanations_of_nobody(sidecar):
 def test_workers_register_and_leave(sidecar):
     stub = sidecar.stub()
     worker = pb.Worker(id="d9", role="decode", address="127.0.0.1:1009", metrics="http://127.0.0.1:9/metrics")
+    worker.connector = "store"
     assert stub.Register(pb.RegisterRequest(worker=worker)).added
     assert not stub.Register(pb.RegisterRequest(worker=worker)).added
+    shown = {each.worker.id: each.worker for each in stub.GetState(pb.GetStateRequest()).workers}
+    assert shown["d9"].connector == "store" and shown["d0"].connector == ""
     answer = stub.Schedule(asked("only", candidates=["127.0.0.1:1009"]))
     assert answer.assignment.decode.id == "d9"
     assert stub.Deregister(pb.DeregisterRequest(id="d9")).removed
