@@ -51,9 +51,7 @@ def run(options: live.Options) -> dict[str, Any]:
         for seed, policy in enumerate(policies, start=1):
             options.say(f"{policy}: the gateway starts")
             with live.gateway(cluster, f"{policy}+none") as url:
-                told = live.replayed(
-                    url, sent, slos, seed=seed, tell=lambda text, of=policy: options.say(f"{of}: {text}")
-                )
+                told = live.replayed(url, sent, slos, seed, options.say, policy)
             seen[policy] = told, live.simulated(spec, sent, f"{policy}+none")
     result: dict[str, Any] = {
         "trace": trace.name,
