@@ -138,13 +138,16 @@ class LiveWorker:
         def stream(prompt: list[int]) -> list[float]:
             times: list[float] = []
             left = iterations
-            for at_s in self.stream(prompt, most):
-                if not times and not begun.acquire(blocking=False):
-                    together.set()  # the last has begun
-                times.append(at_s)
-                left -= together.is_set()
-                if left < 0:
-                    break
+            try:
+                for at_s in self.stream(prompt, most):
+                    if not times and not begun.acquire(blocking=False):
+                        together.set()  # the last has begun
+                    times.append(at_s)
+                    left -= together.is_set()
+                    if left < 0:
+                        break
+            finally:
+                together.set()  # where one fails, the others need not wait for it
             return times
 
         times = [np.array(each) for each in self._together(stream, prompts)]

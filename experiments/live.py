@@ -51,6 +51,7 @@ class Options:
     requests: int
     load: float
     repeats: int
+    admissions: tuple[str, ...]
     ordering: bool
     tuning: bool
     longest_tokens: int

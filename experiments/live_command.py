@@ -39,6 +39,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         add("--ordering", action="store_true", help="compare policies on two prefill workers")
     else:
         add("--repeats", type=_from(2, int), default=3, help="of each admission")
+        add("--admissions", default="none,baseline,predictive", help="the last is compared with the others")
     add("--json", metavar="FILE|-", help="write the comparison; -: to stdout, and nothing else there")
     return made
 
@@ -65,6 +66,7 @@ def main(given: Sequence[str]) -> int:
     try:
         from envs.spec import SpecError
         from envs.worker_timing import WorkerError
+        from policies import PolicyError
         from runtime.loadgen import LoadError
         from runtime.vllm_workers import WorkersError
         from traces import TraceError
@@ -82,6 +84,7 @@ def main(given: Sequence[str]) -> int:
         arguments.requests,
         arguments.load,
         getattr(arguments, "repeats", 1),
+        tuple(getattr(arguments, "admissions", "").split(",")),
         getattr(arguments, "ordering", False),
         arguments.tuning,
         arguments.longest_tokens,
@@ -91,7 +94,7 @@ def main(given: Sequence[str]) -> int:
     experiment = {"sim_to_live": sim_to_live, "live_rejection": live_rejection}[name]
     try:
         result = experiment.run(options)
-    except (live.LiveError, WorkerError, WorkersError, LoadError, SpecError, TraceError, OSError) as error:
+    except (live.LiveError, PolicyError, WorkerError, WorkersError, LoadError, SpecError, TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
     text = json.dumps(result, indent=1)

@@ -20,21 +20,24 @@ from scipy.stats import t as student
 
 from envs.calibrate import Plan
 from envs.hardware import DecodeTimes
+from policies import make_policy
 from runtime.loadgen import Slos
 from traces import Trace
 
 from . import live
 
-ADMISSIONS = ("none", "baseline", "predictive")
-OURS = "predictive"
 ROUTER = "round_robin"  # there is one pair; who routes does not matter
-BATCH = 6  # requests that decode together within the TBT SLO
+BATCH = 8  # requests that decode together within the TBT SLO
 DECODE_SHARE = 1.5
-TTFT_SLO_PREFILLS = 10.0  # TTFT SLO, in prefills of the mean request
+TTFT_SLO_PREFILLS = 5.0  # TTFT SLO, in prefills of the mean request
 
 
 def run(options: live.Options) -> dict[str, Any]:
     """The comparison."""
+    admissions = options.admissions
+    *others, ours = admissions
+    for admission in admissions:
+        make_policy(f"{ROUTER}+{admission}")  # what is wrong is said at once
     with live.live_workers(options.cluster, 1, 1) as workers:
         found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
         trace = live.trace_of(options)
@@ -49,18 +52,18 @@ def run(options: live.Options) -> dict[str, Any]:
         spec = live.spec_of(cluster)
         sent = sent.speed_up(options.load * sent.duration_s / (DECODE_SHARE * prefill_s))
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
-        clean: dict[str, list[int]] = {admission: [] for admission in ADMISSIONS}
-        served: dict[str, list[int]] = {admission: [] for admission in ADMISSIONS}
+        clean: dict[str, list[int]] = {admission: [] for admission in admissions}
+        served: dict[str, list[int]] = {admission: [] for admission in admissions}
         for repeat in range(options.repeats):
-            for place in range(len(ADMISSIONS)):  # who comes first changes from repeat to repeat
-                admission = ADMISSIONS[(place + repeat) % len(ADMISSIONS)]
-                seed = 1 + repeat * len(ADMISSIONS) + place
+            for place in range(len(admissions)):  # who comes first changes from repeat to repeat
+                admission = admissions[(place + repeat) % len(admissions)]
+                seed = 1 + repeat * len(admissions) + place
                 options.say(f"repeat {repeat + 1}, {admission}: the gateway starts")
                 with live.gateway(cluster, f"{ROUTER}+{admission}") as url:
                     told = live.replayed(url, sent, slos, seed, options.say, f"repeat {repeat + 1}, {admission}")
                 clean[admission].append(int(told.good.sum()))
                 served[admission].append(int(told.served.sum()))
-    gym = {name: int(live.simulated(spec, sent, f"{ROUTER}+{name}").good.sum()) for name in ADMISSIONS}
+    gym = {name: int(live.simulated(spec, sent, f"{ROUTER}+{name}").good.sum()) for name in admissions}
     return {
         "trace": trace.name,
         "requests": sent.n_requests,
@@ -69,7 +72,8 @@ def run(options: live.Options) -> dict[str, Any]:
         "clean": clean,
         "served": served,
         "gym_clean": gym,
-        "more_clean": {name: paired(clean[OURS], clean[name]) for name in ADMISSIONS if name != OURS},
+        "ours": ours,
+        "more_clean": {name: paired(clean[ours], clean[name]) for name in others},
         "calibration": found.report(),
     }
 
