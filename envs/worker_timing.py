@@ -66,6 +66,20 @@ class Served:
     kv_tokens: int | None
 
 
+class _Countdown(threading.Event):
+    """Set when it was counted so many times."""
+
+    def __init__(self, left: int) -> None:
+        super().__init__()
+        self._left, self._lock = left, threading.Lock()
+
+    def count(self) -> None:
+        with self._lock:
+            self._left -= 1
+            if self._left == 0:
+                self.set()
+
+
 class LiveWorker:
     """One worker.
 
@@ -133,21 +147,24 @@ class LiveWorker:
         for prompt in prompts:
             self.complete(prompt)  # cached now: the batch comes together sooner
         most = (self.served.longest_tokens or 1 << 20) - context_tokens
-        begun, together = threading.Semaphore(batch - 1), threading.Event()
+        together, timed = _Countdown(batch), _Countdown(batch)
 
         def stream(prompt: list[int]) -> list[float]:
             times: list[float] = []
-            left = iterations
+            inside = 0
             try:
                 for at_s in self.stream(prompt, most):
-                    if not times and not begun.acquire(blocking=False):
-                        together.set()  # the last has begun
+                    if not times:
+                        together.count()
                     times.append(at_s)
-                    left -= together.is_set()
-                    if left < 0:
+                    inside += together.is_set()
+                    if inside == iterations:
+                        timed.count()
+                    if timed.is_set():
                         break
-            finally:
-                together.set()  # where one fails, the others need not wait for it
+            finally:  # where one fails or ends, the others need not wait for it
+                together.set()
+                timed.set()
             return times
 
         times = [np.array(each) for each in self._together(stream, prompts)]

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 
 from envs.calibrate import Calibration, Plan, calibrate
 from envs.spec import ClusterSpec, validate_cluster
-from envs.worker_timing import LiveWorker
+from envs.worker_timing import LiveWorker, WorkerError
 from runtime.loadgen import Prompts, Replay, Slos
 from runtime.vllm_workers import VllmWorkers
 from traces import Trace, load
 
 from .replays import replay
 
+WARM_UP = 6  # requests before anything is measured
 START_S = 240.0  # of a gateway; the kernels may have to be compiled first
 TAIL_SHARE = 1.0  # TBT is the mean of all intervals: the longest of some twenty are the machine's, not the scheduler's
 SCALE = 1 / 16  # tokens sent for each of the trace's: blocks of 512 become vLLM's of 32
@@ -141,7 +142,9 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
             found = re.search(r"gateway on (\S+)", "".join(lines))
             if process.poll() is not None or found is None:
                 raise LiveError("the gateway did not start:\n" + "".join(lines[-10:]))
-            yield f"http://{found[1]}"
+            url = f"http://{found[1]}"
+            _warm_up(url)
+            yield url
         finally:
             process.send_signal(signal.SIGTERM)
             try:
@@ -149,6 +152,15 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+def _warm_up(url: str) -> None:
+    """The first requests load compiled code, which can take longer than a connection may: they may fail."""
+    front = LiveWorker(url)
+    for _ in range(WARM_UP):
+        with suppress(WorkerError):
+            front.first_token(64)
+    front.close()
 
 
 def replayed(url: str, trace: Trace, slos: Slos, seed: int, say: Callable[[str], None], what: str) -> Seen:

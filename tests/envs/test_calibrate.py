@@ -20,9 +20,10 @@ from envs.hardware import HardwareProfile
 from envs.spec import load_cluster
 from envs.worker_timing import LiveWorker, WorkerError
 
-PREFILL = {"base_s": 0.012, "linear_s": 4e-5, "quadratic_s": 1e-8}
-STEP = {"base_s": 0.006, "per_request_s": 0.0015, "per_token_s": 1e-6}
-LATENCY_S, HAND_OVER_S, NIC_BYTES_PER_S, KV_BYTES = 0.008, 0.015, 5e7, 1000
+# Tens of milliseconds, of which a busy machine adds few.
+PREFILL = {"base_s": 0.04, "linear_s": 1e-4, "quadratic_s": 3e-8}
+STEP = {"base_s": 0.02, "per_request_s": 0.004, "per_token_s": 3e-6}
+LATENCY_S, HAND_OVER_S, NIC_BYTES_PER_S, KV_BYTES = 0.03, 0.05, 1.5e7, 1000
 BLOCK = 32
 
 
@@ -147,27 +148,27 @@ def test_the_law_is_found(law: Law, tmp_path: Path) -> None:
     files = {name: tmp_path / name for name in ("profile.yaml", "cluster.yaml", "fit.png")}
     called = CliRunner().invoke(
         app,
-        f"--prefill-url {law.url}/p --decode-url {law.url}/d --out {files['profile.yaml']} --json - --repeats 3 "
-        f"--cluster {files['cluster.yaml']} --plot {files['fit.png']} --most-requests 6 --longest-tokens 1024".split(),
+        f"--prefill-url {law.url}/p --decode-url {law.url}/d --out {files['profile.yaml']} --json - --repeats 2 "
+        f"--cluster {files['cluster.yaml']} --plot {files['fit.png']} --most-requests 6 --longest-tokens 768".split(),
     )
     assert called.exit_code == 0, called.output
     said = json.loads(called.stdout)
     profile = HardwareProfile.model_validate(yaml.safe_load(files["profile.yaml"].read_text()))
-    long = 1024
+    long = 768
     prefill = profile.prefill
     taken = prefill.base_s + prefill.linear_s * long + prefill.quadratic_s * long**2
     assert taken == pytest.approx(
         PREFILL["base_s"] + PREFILL["linear_s"] * long + PREFILL["quadratic_s"] * long**2, rel=0.15
     )
-    assert prefill.base_s == pytest.approx(PREFILL["base_s"], rel=0.3)
+    assert prefill.base_s == pytest.approx(PREFILL["base_s"], rel=0.4)
     decode = profile.decode
-    for batch, context in ((1, 100), (6, 3000)):
+    for batch, context in ((1, 100), (6, 2000)):
         step = decode.base_s + decode.per_request_s * batch + decode.per_token_s * context
         law_s = STEP["base_s"] + STEP["per_request_s"] * batch + STEP["per_token_s"] * context
         assert step == pytest.approx(law_s, rel=0.15)
     assert profile.nic_bytes_per_s == pytest.approx(NIC_BYTES_PER_S, rel=0.4)
     assert said["cluster"]["model"]["kv_bytes_per_token"] == KV_BYTES
-    assert said["cluster"]["transfer_latency_s"] == pytest.approx(LATENCY_S + HAND_OVER_S, abs=0.012)
+    assert said["cluster"]["transfer_latency_s"] == pytest.approx(LATENCY_S + HAND_OVER_S, abs=0.03)
     for part in ("prefill", "decode", "hand-over"):
         assert said["fit"][part]["held_out"] >= 3 and said["fit"][part]["median_relative_error"] < 0.15
     spec = load_cluster(files["cluster.yaml"])
