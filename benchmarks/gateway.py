@@ -41,6 +41,7 @@ from .report import entry, median, parser, report
 PARTS = ("added", "trace")
 POLICY = "cache_aware"  # both have one of this name
 PROMPT_TOKENS = 256
+LONGEST = 2048  # tokens of a request
 SLOS = Slos(2.0, 0.1, live.TAIL_SHARE)
 ROUTER_START_S = 60.0
 
@@ -107,7 +108,7 @@ def added(cluster: dict[str, Any], urls: dict[str, str], runs: int) -> dict[str,
 
 def replays(urls: dict[str, str], given: Any) -> dict[str, Any]:
     """A trace through each front in turn."""
-    trace = live.sent(load(given.trace).jitter(0).split().test, given.requests, given.speed)
+    trace = live.sent(load(given.trace).jitter(0).split().test, given.requests, LONGEST).speed_up(given.speed)
     seen: dict[str, list[live.Seen]] = {name: [] for name in urls}
     for repeat in range(given.repeats):
         for place, (name, url) in enumerate(urls.items()):

@@ -239,16 +239,23 @@ def trace_of(options: Options) -> Trace:
     return parts.train if options.tuning else parts.test
 
 
-def sent(trace: Trace, requests: int, speed: float = 1.0, scale: float = SCALE) -> Trace:
-    """The first requests of a trace as they are sent: fewer tokens, blocks as much smaller, arrivals as much closer."""
-    some = trace.rows(0, min(requests, trace.n_requests))
-    prompts = Prompts(some, scale=scale)
-    rows = range(some.n_requests)
+def sent(trace: Trace, requests: int, longest_tokens: int, scale: float = SCALE) -> Trace:
+    """The first requests of a trace as they are sent: fewer tokens, blocks as much smaller.
+
+    Args:
+        longest_tokens: prompt and answer of a request, as sent. Longer ones are left out: nobody measured such.
+    """
+    prompts = Prompts(trace, scale=scale)
+    rows = range(trace.n_requests)
+    inputs = np.array([prompts.input_tokens(row) for row in rows], np.int32)
+    outputs = np.array([prompts.output_tokens(row) for row in rows], np.int32)
+    taken = np.flatnonzero(inputs + outputs <= longest_tokens)[:requests]
+    some = trace.take(taken)
     return replace(
         some,
-        arrival_s=(some.arrival_s - some.arrival_s[0]) / speed,
-        input_tokens=np.array([prompts.input_tokens(row) for row in rows], np.int32),
-        output_tokens=np.array([prompts.output_tokens(row) for row in rows], np.int32),
+        arrival_s=some.arrival_s - some.arrival_s[0],
+        input_tokens=inputs[taken],
+        output_tokens=outputs[taken],
         block_tokens=prompts.block_tokens,
     )
 

@@ -33,7 +33,12 @@ def parser(name: str) -> argparse.ArgumentParser:
     add("--requests", type=_from(1, int), default=300, help="the first so many")
     add("--load", type=_from(0, float), default=LOADS[name], help="of the workers' capacity")
     add("--tuning", action="store_true", help="take the trace's training part, not the test part that is reported")
-    add("--longest-tokens", type=_from(512, int), default=4096, help="longest prompt of the calibration")
+    add(
+        "--longest-tokens",
+        type=_from(512, int),
+        default=2048,
+        help="of a request, prompt and answer; longer are left out",
+    )
     add("--most-requests", type=_from(2, int), default=12, help="largest decode batch of the calibration")
     if name == "sim_to_live":
         add("--ordering", action="store_true", help="compare policies on two prefill workers")

@@ -41,7 +41,7 @@ def run(options: live.Options) -> dict[str, Any]:
     with live.live_workers(options.cluster, 1, 1) as workers:
         found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
         trace = live.trace_of(options)
-        sent = live.sent(trace, options.requests)
+        sent = live.sent(trace, options.requests, options.longest_tokens)
         unlimited = live.spec_of(live.calibrated(workers, found, {}))
         prefill_s = live.prefill_busy_s(unlimited, sent, f"{ROUTER}+none")
         step_s = full_step_s(found.profile.decode, sent)

@@ -43,7 +43,7 @@ def run(options: live.Options) -> dict[str, Any]:
         spec = live.spec_of(cluster)
         trace = live.trace_of(options)
         policies = POLICIES if options.ordering else POLICIES[1:2]
-        sent = live.sent(trace, options.requests)
+        sent = live.sent(trace, options.requests, options.longest_tokens)
         speed = options.load * sent.duration_s / live.prefill_busy_s(spec, sent, f"{policies[-1]}+none")
         sent = sent.speed_up(speed)
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)

@@ -57,12 +57,13 @@ def test_what_clients_of_the_gym_would_see() -> None:
 def test_a_trace_as_it_is_sent() -> None:
     """Blocks of 512 become blocks of 32, shared as before."""
     whole = Trace(
-        np.array([5.0, 6.0, 9.0]), np.array([1000, 1100, 30], np.int32), np.array([160, 3, 320], np.int32),
-        np.array([0, 2, 5, 6]), np.array([0, 1, 0, 1, 2, 3], np.int32), block_tokens=512,
+        np.array([5.0, 6.0, 7.0, 9.0]), np.array([1000, 4096, 1100, 30], np.int32),
+        np.array([160, 16, 3, 320], np.int32), np.array([0, 2, 10, 13, 14]),
+        np.array([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 1, 10, 11], np.int32), block_tokens=512,
     )  # fmt: skip
-    sent = live.sent(whole, 2, speed=2.0)
-    assert sent.block_tokens == 32 and sent.n_requests == 2
-    assert sent.arrival_s.tolist() == [0.0, 0.5]
+    sent = live.sent(whole, 2, 200).speed_up(2.0)
+    assert sent.block_tokens == 32 and sent.n_requests == 2, "the second is too long, the last one too many"
+    assert sent.arrival_s.tolist() == [0.0, 1.0]
     assert sent.input_tokens.tolist() == [63, 69] and sent.output_tokens.tolist() == [10, 1]
     assert sent.blocks(1).tolist() == [0, 1, 2]
     assert live.prefill_busy_s(cluster(), sent, "round_robin+none") == pytest.approx(0.1 + 0.063 + 0.1 + 0.005)
