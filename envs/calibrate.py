@@ -39,7 +39,7 @@ from .worker_timing import DecodeTime, FirstTokenTime, LiveWorker, PrefillTime, 
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 SHORTEST, LEAST_CONTEXT = 64, 512  # tokens: of the shortest prompt, and of what a worker must take
-LENGTHS, BATCHES = 6, (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+LENGTHS, BATCHES = 6, (1, 2, 4, 8, 16, 32, 64)
 TOGETHER = 3  # prompts sent together
 CACHED_SHARES = (0.5, 0.75)
 PREFIX_STEP = 128  # cached prefixes are multiples of this, which are whole blocks of most engines

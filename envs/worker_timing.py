@@ -144,8 +144,6 @@ class LiveWorker:
             WorkerError: a request fails, or they were not together long enough.
         """
         prompts = [self.tokens(context_tokens) for _ in range(batch)]
-        for prompt in prompts:
-            self.complete(prompt)  # cached now: the batch comes together sooner
         most = (self.served.longest_tokens or 1 << 20) - context_tokens
         together, timed = _Countdown(batch), _Countdown(batch)
 

@@ -39,7 +39,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         default=2048,
         help="of a request, prompt and answer; longer are left out",
     )
-    add("--most-requests", type=_from(2, int), default=12, help="largest decode batch of the calibration")
+    add("--most-requests", type=_from(2, int), default=8, help="largest decode batch of the calibration")
     if name == "sim_to_live":
         add("--ordering", action="store_true", help="compare policies on two prefill workers")
     else:

@@ -49,7 +49,7 @@ class Law:
             app.router.add_get(f"/{worker}/metrics", self.metrics)
             app.router.add_post(f"/{worker}/v1/completions", self.complete)
         app.router.add_get("/page/v1/models", self.page)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         self.url = f"http://127.0.0.1:{runner.addresses[0][1]}"
