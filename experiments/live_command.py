@@ -82,7 +82,7 @@ def main(given: Sequence[str]) -> int:
         return EXIT_BAD_INPUT
     from rich.console import Console
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers that were started here end, too
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # workers that were started here end, too
     options = live.Options(
         arguments.cluster,
         arguments.trace,
@@ -102,6 +102,8 @@ def main(given: Sequence[str]) -> int:
     except (live.LiveError, PolicyError, WorkerError, WorkersError, LoadError, SpecError, TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
+    finally:
+        signal.signal(signal.SIGTERM, before)
     text = json.dumps(result, indent=1)
     if file not in (None, "-"):
         Path(file).write_text(text + "\n")
