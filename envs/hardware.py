@@ -77,7 +77,7 @@ def fit_prefill(new_tokens: ArrayLike, prefix_tokens: ArrayLike, seconds: ArrayL
     """
     new, prefix = np.asarray(new_tokens, float), np.asarray(prefix_tokens, float)
     terms = np.stack([np.ones_like(new), new, (new + prefix) ** 2 - prefix**2], axis=1)
-    base, linear, quadratic = _relative_fit(terms, np.asarray(seconds, float))
+    base, linear, quadratic = relative_fit(terms, np.asarray(seconds, float)).tolist()
     return PrefillTimes(base_s=base, linear_s=linear, quadratic_s=quadratic)
 
 
@@ -89,15 +89,18 @@ def fit_decode(batch: ArrayLike, context_tokens: ArrayLike, seconds: ArrayLike) 
     """
     requests = np.asarray(batch, float)
     terms = np.stack([np.ones_like(requests), requests, np.asarray(context_tokens, float)], axis=1)
-    base, per_request, per_token = _relative_fit(terms, np.asarray(seconds, float))
+    base, per_request, per_token = relative_fit(terms, np.asarray(seconds, float)).tolist()
     return DecodeTimes(base_s=base, per_request_s=per_request, per_token_s=per_token)
 
 
-def _relative_fit(terms: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+def relative_fit(terms: np.ndarray, seconds: np.ndarray, besides: ArrayLike = 0.0) -> np.ndarray:
+    """Non-negative coefficients [T] that make terms [N, T] times them, and `besides` [N], closest to seconds [N].
+
+    Close is meant by ratio: short and long times count alike.
+    """
     from scipy.optimize import nnls  # a second to import; only fitting needs it
 
     relative = terms / seconds[:, None]
     scale = np.linalg.norm(relative, axis=0)
-    solution, _ = nnls(relative / scale, np.ones_like(seconds))
-    base, first, second = (solution / scale).tolist()
-    return base, first, second
+    solution, _ = nnls(relative / scale, 1 - np.asarray(besides) / seconds)
+    return np.asarray(solution / scale)

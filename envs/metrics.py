@@ -218,6 +218,12 @@ def difference(ours: NDArray[Any], theirs: NDArray[Any], blocks: Blocks) -> Inte
     return Interval(mean, max(-1.0, mean - half), min(1.0, mean + half))
 
 
+def difference_of_means(ours: NDArray[Any], theirs: NDArray[Any], blocks: Blocks) -> Interval:
+    """As `difference`, of any values."""
+    mean, half = _bootstrap(ours.astype(np.float64) - theirs, blocks)
+    return Interval(mean, mean - half, mean + half)
+
+
 def _bootstrap(values: NDArray[Any], blocks: Blocks) -> tuple[float, float]:
     """Mean over all values [S, R] and the half-width of its interval.
 

@@ -19,6 +19,8 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
     ValidationError,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -69,14 +71,30 @@ class Nodes(Strict):
     """Equal nodes. Fields that are given override the hardware profile's."""
 
     count: int = Field(gt=0, le=4096)
-    hardware: str | HardwareProfile
+    hardware: str | HardwareProfile = Field(description="a built-in profile's name, a YAML file, or a profile's fields")
+
+    @field_validator("hardware", mode="before")
+    @classmethod
+    def _from_file(cls, hardware: Any, info: ValidationInfo) -> Any:
+        """A file is looked for beside the cluster file, and becomes its fields: the spec does not change with it."""
+        if not isinstance(hardware, str) or not hardware.endswith((".yaml", ".yml")):
+            return hardware
+        path = (info.context or {}).get("folder", Path()) / hardware
+        try:
+            return HardwareProfile.model_validate(yaml.safe_load(path.read_text()))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ValueError(f"hardware profile {path}: {error}") from None
+        except ValidationError as error:
+            wrong = error.errors()[0]
+            field = ".".join(str(part) for part in wrong["loc"])
+            raise ValueError(f"hardware profile {path}: {field}: {wrong['msg']}") from None
 
     @model_validator(mode="after")
     def _known_hardware(self) -> Nodes:
         if isinstance(self.hardware, str) and self.hardware not in profiles():
             raise ValueError(
                 f"no hardware profile is called {self.hardware!r}; built in are {', '.join(sorted(profiles()))}, "
-                "or give the profile's fields here"
+                "or give a profile's .yaml file or its fields here"
             )
         return self
 
@@ -358,7 +376,7 @@ def load_cluster(name: str | Path | ClusterSpec) -> ClusterSpec:
             f"no cluster is called {str(name)!r} and no such file exists; built in are {', '.join(cluster_names())} "
             "and any <prefills>p<decodes>d, e.g. 5p11d"
         )
-    return validate_cluster(fields_of(path, "prefill and decode pools"), str(path))
+    return validate_cluster(fields_of(path, "prefill and decode pools"), str(path), path.parent)
 
 
 def load_coupled(name: str | Path | CoupledSpec) -> CoupledSpec:
@@ -377,7 +395,7 @@ def load_coupled(name: str | Path | CoupledSpec) -> CoupledSpec:
             f"no cluster of coupled instances is called {str(name)!r} and no such file exists; built in are "
             f"{', '.join(coupled_names())}"
         )
-    return validated(CoupledSpec, fields_of(path, "coupled pools"), str(path))
+    return validated(CoupledSpec, fields_of(path, "coupled pools"), str(path), path.parent)
 
 
 def fields_of(path: Path, content: str) -> dict[str, Any]:
@@ -395,19 +413,19 @@ def fields_of(path: Path, content: str) -> dict[str, Any]:
     return {"name": path.stem} | fields
 
 
-def validate_cluster(fields: dict[str, Any], where: str) -> ClusterSpec:
-    """A spec from its fields; raises as `validated`."""
-    return validated(ClusterSpec, fields, where)
+def validate_cluster(fields: dict[str, Any], where: str, folder: Path = Path()) -> ClusterSpec:
+    """A spec from its fields; as `validated`."""
+    return validated(ClusterSpec, fields, where, folder)
 
 
-def validated(kind: type[Described], fields: dict[str, Any], where: str) -> Described:
-    """What a file describes, from its fields.
+def validated(kind: type[Described], fields: dict[str, Any], where: str, folder: Path = Path()) -> Described:
+    """What a file describes, from its fields; the files of hardware profiles that it names are in `folder`.
 
     Raises:
         SpecError: one line for each wrong field, each with `where` before it.
     """
     try:
-        return kind.model_validate(fields)
+        return kind.model_validate(fields, context={"folder": folder})
     except ValidationError as error:
         problems = error.errors()
         lines = []

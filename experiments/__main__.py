@@ -1,4 +1,4 @@
-"""`python -m experiments`: the papers' tables and figures, ours beside theirs."""
+"""`python -m experiments`: the papers' tables and figures, ours beside theirs; and live workers beside the gym."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ EXIT_INTERRUPTED = 130
 def main() -> int:
     """Exit code: see the help."""
     try:
-        from .command import main as command  # takes a second, in which Ctrl-C should be quiet, too
+        # Imports take a second, in which Ctrl-C should be quiet, too.
+        if len(sys.argv) > 1 and sys.argv[1] in ("sim_to_live", "live_rejection"):
+            from .live_command import main as live_command
+
+            return live_command(sys.argv[1:])
+        from .command import main as command
 
         return command()
     except KeyboardInterrupt:

@@ -40,6 +40,10 @@ EXAMPLES = """examples:
   python -m experiments --all --write --sensitivity
       docs/reproduction.md and its pictures, with the verdicts that change when a parameter is halved or doubled
 
+Two more run on live workers (docs/live.md), and have options of their own:
+  python -m experiments sim_to_live --json -
+  python -m experiments live_rejection --json -
+
 Without the released files, synthesised stand-ins take their place; the output says so. The JSON has rows, traces (where
 each experiment's came from), quick, and flips (null without --sensitivity); a row's tolerance is a number where ours
 may differ from the paper's by so much, else text like ">= 0.95".

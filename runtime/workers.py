@@ -169,7 +169,7 @@ def load_live_cluster(name: str | Path) -> LiveCluster:
             workers.append(Worker.model_validate(row))
         except ValidationError as error:
             raise SpecError("\n".join(_lines(error, f"{path}: workers.{i}"))) from None
-    spec = validate_cluster({"name": path.stem} | fields, str(path))
+    spec = validate_cluster({"name": path.stem} | fields, str(path), path.parent)
     return resized(spec, tuple(workers), str(path))
 
 

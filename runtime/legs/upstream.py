@@ -84,7 +84,8 @@ class Upstream:
         self.timeouts = timeouts or Timeouts()
         self.engines: dict[str, str] = {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=15.0),
+            # vLLM closes connections that idle for 5 s: one of that age must not be taken for a request.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=3.0),
             cookie_jar=aiohttp.DummyCookieJar(),
             auto_decompress=False,
         )

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from envs.hardware import fit_decode, fit_prefill, profiles
 from envs.spec import SpecError, cluster_names, load_cluster
@@ -163,3 +164,28 @@ def test_profiles_are_fits_of_the_measured_tables(name: str, model: str, gpu: st
     ours = profile.decode.base_s + profile.decode.per_request_s * batch + profile.decode.per_token_s * tokens
     theirs = np.array([float(r["decode_iter_ms"]) for r in decode]) / 1e3
     assert np.abs(ours / theirs - 1).mean() < 0.06
+
+
+def test_a_hardware_profile_of_a_file(tmp_path: Path) -> None:
+    """It is beside the cluster file, and part of the spec from then on."""
+    fields = profiles()[NODE].model_dump() | {"nic_bytes_per_s": 123.0}
+    (tmp_path / "hardware").mkdir()
+    file = write(tmp_path / "hardware" / "mine.yaml", yaml.safe_dump(fields))
+    text = "prefill: [{count: 1, hardware: hardware/mine.yaml}]\ndecode: [{count: 1, hardware: hardware/mine.yaml}]\n"
+    spec = load_cluster(write(tmp_path / "cluster.yaml", text))
+    assert spec.prefill[0].profile.nic_bytes_per_s == spec.decode[0].profile.nic_bytes_per_s == 123.0
+    write(file, yaml.safe_dump(fields | {"max_batch": 7}))
+    assert load_cluster(tmp_path / "cluster.yaml").checksum != spec.checksum
+    for content, complaint in (
+        (
+            "nic_bytes_per_s: -1",
+            r"cluster.yaml: prefill.0.hardware: hardware profile .*mine.yaml: prefill: Field required",
+        ),
+        ("[", r"hardware profile .*mine.yaml: while parsing"),
+    ):
+        write(file, content)
+        with pytest.raises(SpecError, match=complaint):
+            load_cluster(tmp_path / "cluster.yaml")
+    file.unlink()
+    with pytest.raises(SpecError, match=r"hardware profile .*mine.yaml: .*No such file"):
+        load_cluster(tmp_path / "cluster.yaml")

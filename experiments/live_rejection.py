@@ -1,0 +1,92 @@
+"""`python -m experiments live_rejection`: admission in overload, on live workers.
+
+One prefill and one decode worker are measured (`envs.calibrate`); then the same requests are sent at `--load` times
+what keeps them busy, under no admission, under the baseline (each stage looks at its own load) and under predictive
+early rejection ([A] 7), in turn, `--repeats` times. A request is clean when its client saw both SLOs met. Reported are
+the clean ones of each, and by how many predictive early rejection has more than the others: the mean over the repeats,
+each paired with the others' of the same repeat, with Student's 95 % interval.
+
+The TBT SLO is what an iteration of `BATCH` requests takes, and answers are so long that decode at that batch is
+`DECODE_SHARE` times as busy as prefill: decode is what overflows first, and a prefill that ends there was for nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from scipy.stats import t as student
+
+from envs.calibrate import Plan
+from envs.hardware import DecodeTimes
+from policies import make_policy
+from runtime.loadgen import Slos
+from traces import Trace
+
+from . import live
+
+ROUTER = "round_robin"  # there is one pair; who routes does not matter
+BATCH = 8  # requests that decode together within the TBT SLO
+DECODE_SHARE = 1.5
+TTFT_SLO_PREFILLS = 5.0  # TTFT SLO, in prefills of the mean request
+
+
+def run(options: live.Options) -> dict[str, Any]:
+    """The comparison."""
+    admissions = options.admissions
+    *others, ours = admissions
+    for admission in admissions:
+        make_policy(f"{ROUTER}+{admission}")  # what is wrong is said at once
+    with live.live_workers(options.cluster, 1, 1) as workers:
+        found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
+        trace = live.trace_of(options)
+        sent = live.sent(trace, options.requests, options.longest_tokens)
+        unlimited = live.spec_of(live.calibrated(workers, found, {}))
+        prefill_s = live.prefill_busy_s(unlimited, sent, f"{ROUTER}+none")
+        step_s = full_step_s(found.profile.decode, sent)
+        longer = DECODE_SHARE * prefill_s / (sent.output_tokens.sum() * step_s / BATCH)
+        sent = replace(sent, output_tokens=np.maximum(1, np.rint(longer * sent.output_tokens)).astype(np.int32))
+        slo = {"ttft_s": TTFT_SLO_PREFILLS * prefill_s / sent.n_requests, "tbt_s": step_s}
+        cluster = live.calibrated(workers, found, slo)
+        spec = live.spec_of(cluster)
+        sent = sent.speed_up(options.load * sent.duration_s / (DECODE_SHARE * prefill_s))
+        slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
+        clean: dict[str, list[int]] = {admission: [] for admission in admissions}
+        served: dict[str, list[int]] = {admission: [] for admission in admissions}
+        for repeat in range(options.repeats):
+            for place in range(len(admissions)):  # who comes first changes from repeat to repeat
+                admission = admissions[(place + repeat) % len(admissions)]
+                seed = 1 + repeat * len(admissions) + place
+                options.say(f"repeat {repeat + 1}, {admission}: the gateway starts")
+                with live.gateway(cluster, f"{ROUTER}+{admission}") as url:
+                    told = live.replayed(url, sent, slos, seed, options.say, f"repeat {repeat + 1}, {admission}")
+                clean[admission].append(int(told.good.sum()))
+                served[admission].append(int(told.served.sum()))
+    gym = {name: int(live.simulated(spec, sent, f"{ROUTER}+{name}").good.sum()) for name in admissions}
+    return {
+        "trace": trace.name,
+        "requests": sent.n_requests,
+        "load": options.load,
+        "slo": slo,
+        "clean": clean,
+        "served": served,
+        "gym_clean": gym,
+        "ours": ours,
+        "more_clean": {name: paired(clean[ours], clean[name]) for name in others},
+        "calibration": found.report(),
+    }
+
+
+def full_step_s(decode: DecodeTimes, sent: Trace) -> float:
+    """Seconds of an iteration of `BATCH` requests in the middle of their answers."""
+    context = BATCH * float(np.mean(sent.input_tokens + sent.output_tokens / 2))
+    return decode.base_s + decode.per_request_s * BATCH + decode.per_token_s * context
+
+
+def paired(ours: list[int], theirs: list[int]) -> dict[str, Any]:
+    """Mean of ours minus theirs over repeats, Student's 95 % interval, and whether it is above 0."""
+    apart = np.subtract(ours, theirs).astype(float)
+    mean, count = float(apart.mean()), len(apart)
+    half = float(student.ppf(0.975, count - 1) * apart.std(ddof=1) / np.sqrt(count)) if count > 1 else float("inf")
+    return {"mean": mean, "low": mean - half, "high": mean + half, "repeats": count, "holds": mean - half > 0}

@@ -1,0 +1,131 @@
+"""`python -m experiments sim_to_live`: the same trace on live workers and in the gym, on one calibrated cluster.
+
+Workers are measured (`envs.calibrate`); what was found goes into one cluster file, by which the gateway decides and the
+gym simulates. Then
+
+- accuracy: one prefill and one decode worker. TTFT and TBT as clients see them, their medians and P90s, and the rank
+  correlation of the requests' TTFT (Spearman's).
+- ordering: two prefill workers and one that decodes (`--ordering`), several policies: the mean TTFT of each, live and
+  in the gym; of each pair of policies the difference, request by request, with its 95 % interval, live. Where an
+  interval leaves 0 out, the gym has to agree.
+
+Reported is the last fifth of the trace, on which nothing was fitted or chosen; `--tuning` takes the first three fifths
+instead, on which the procedure was made. Only the speed comes from the trace itself: it is such that its prefills keep
+the prefill workers busy for `--load` of the time, by the calibrated gym.
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from envs.calibrate import Plan
+from envs.metrics import difference_of_means, time_blocks
+from runtime.loadgen import Slos
+
+from . import live
+from .live import Seen
+
+POLICIES = ("random", "round_robin", "load_balancing", "cache_aware")  # none of them moves KV between prefill workers
+SLO = {"ttft_s": 5.0, "tbt_s": 0.5}
+MEDIAN_WITHIN, P90_WITHIN, LEAST_CORRELATION = 0.1, 0.2, 0.8
+
+
+def run(options: live.Options) -> dict[str, Any]:
+    """The comparison."""
+    prefills = 2 if options.ordering else 1
+    with live.live_workers(options.cluster, prefills, 1) as workers:
+        found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
+        cluster = live.calibrated(workers, found, SLO)
+        spec = live.spec_of(cluster)
+        trace = live.trace_of(options)
+        policies = POLICIES if options.ordering else POLICIES[1:2]
+        sent = live.sent(trace, options.requests, options.longest_tokens)
+        speed = options.load * sent.duration_s / live.prefill_busy_s(spec, sent, f"{policies[-1]}+none")
+        sent = sent.speed_up(speed)
+        slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
+        seen: dict[str, tuple[Seen, Seen]] = {}
+        for seed, policy in enumerate(policies, start=1):
+            options.say(f"{policy}: the gateway starts")
+            with live.gateway(cluster, f"{policy}+none") as url:
+                told = live.replayed(url, sent, slos, seed, options.say, policy)
+            seen[policy] = told, live.simulated(spec, sent, f"{policy}+none")
+    result: dict[str, Any] = {
+        "trace": trace.name,
+        "part": "training" if options.tuning else "test",
+        "requests": sent.n_requests,
+        "speed": speed,
+        "load": options.load,
+        "workers": {"prefill": spec.n_prefill, "decode": spec.n_decode},
+        "calibration": found.report(),
+    }
+    if options.ordering:
+        return result | ordering(sent.arrival_s, seen)
+    return result | accuracy(*seen[policies[0]])
+
+
+def accuracy(seen: Seen, simulated: Seen) -> dict[str, Any]:
+    """How far the gym is from what was seen: relative differences and the rank correlation, each with its verdict."""
+    both = seen.served & simulated.served
+    several = both & (seen.tbt_s > 0)  # requests of one token have no interval
+    rows = {}
+    for name, ours, theirs in (
+        ("ttft", simulated.ttft_s[both], seen.ttft_s[both]),
+        ("tbt", simulated.tbt_s[several], seen.tbt_s[several]),
+    ):
+        for share, within in ((0.5, MEDIAN_WITHIN), (0.9, P90_WITHIN)):
+            gym_s, live_s = float(np.quantile(ours, share)), float(np.quantile(theirs, share))
+            apart = gym_s / live_s - 1
+            rows[f"{name}_p{100 * share:.0f}_s"] = {
+                "live": live_s,
+                "gym": gym_s,
+                "difference": apart,
+                "within": within,
+                "holds": abs(apart) <= within,
+            }
+    correlation = float(spearmanr(seen.ttft_s[both], simulated.ttft_s[both]).statistic)
+    return {
+        "served": {"live": int(seen.served.sum()), "gym": int(simulated.served.sum())},
+        "accuracy": rows,
+        "ttft_rank_correlation": {
+            "value": correlation,
+            "at_least": LEAST_CORRELATION,
+            "holds": correlation >= LEAST_CORRELATION,
+        },
+    }
+
+
+def ordering(arrival_s: Any, seen: dict[str, tuple[Seen, Seen]]) -> dict[str, Any]:
+    """Policies by mean TTFT, live and in the gym; a pair of them is told apart where its live interval leaves 0 out."""
+    blocks = time_blocks(arrival_s)
+    pairs = []
+    for one, other in combinations(seen, 2):
+        (live_one, gym_one), (live_other, gym_other) = seen[one], seen[other]
+        apart = difference_of_means(live_one.ttft_s[None], live_other.ttft_s[None], blocks)
+        gym = float(np.mean(gym_one.ttft_s - gym_other.ttft_s))
+        separate = apart.low > 0 or apart.high < 0
+        pairs.append(
+            {
+                "policies": [one, other],
+                "live_s": apart._asdict(),
+                "gym_s": gym,
+                "told_apart": separate,
+                "agrees": gym * apart.mean > 0,
+            }
+        )
+    told_apart = [pair for pair in pairs if pair["told_apart"]]
+    means = {
+        name: {"live_ttft_s": float(told.ttft_s.mean()), "gym_ttft_s": float(gym.ttft_s.mean())}
+        for name, (told, gym) in seen.items()
+    }
+    return {
+        "policies": means,
+        "live_order": sorted(means, key=lambda name: means[name]["live_ttft_s"]),
+        "gym_order": sorted(means, key=lambda name: means[name]["gym_ttft_s"]),
+        "pairs": pairs,
+        "told_apart": len(told_apart),
+        "holds": bool(told_apart) and all(pair["agrees"] for pair in told_apart),
+    }
