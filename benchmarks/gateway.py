@@ -34,7 +34,7 @@ from envs.metrics import difference, time_blocks
 from envs.worker_timing import LiveWorker, WorkerError
 from experiments import live
 from runtime.loadgen import LoadError, Slos
-from runtime.vllm_workers import WorkersError
+from runtime.local_workers import WorkersError
 from traces import load
 
 from .report import entry, median, parser, report

@@ -73,7 +73,7 @@ def main(given: Sequence[str]) -> int:
         from envs.worker_timing import WorkerError
         from policies import PolicyError
         from runtime.loadgen import LoadError
-        from runtime.vllm_workers import WorkersError
+        from runtime.local_workers import WorkersError
         from traces import TraceError
 
         from . import live, live_rejection, sim_to_live

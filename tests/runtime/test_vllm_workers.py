@@ -16,7 +16,8 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime import calm_nixl, tiny_model, vllm_workers
-from runtime.vllm_workers import VllmWorkers, WorkersError
+from runtime.local_workers import WorkersError
+    from runtime.vllm_workers import VllmWorkers
 from runtime.workers import Connector, Role, load_live_cluster
 
 from .conftest import ROOT
