@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from runtime import calm_nixl, tiny_model, vllm_workers
 from runtime.local_workers import WorkersError
-    from runtime.vllm_workers import VllmWorkers
+from runtime.vllm_workers import VllmWorkers
 from runtime.workers import Connector, Role, load_live_cluster
 
 from .conftest import ROOT
