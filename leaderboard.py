@@ -552,7 +552,11 @@ def _play(contestant: Contestant, cells: Sequence[Cell], seeds: Sequence[int]) -
     """What a policy makes of cells of one setting. No more is kept: a suite's requests would not fit into memory."""
     replays = contestant.replays(cells[0].setting, [(cell.load, seed) for cell in cells for seed in seeds])
     of_cells = [replays[i : i + len(seeds)] for i in range(0, len(replays), len(seeds))]
-    return [(metrics.score(of_cell, seeds), Good.of(of_cell)) for of_cell in of_cells]
+    slo = cells[0].setting.spec.slo
+    return [
+        (metrics.score(of_cell, seeds) | metrics.violations(of_cell, slo.ttft_s, slo.tbt_s), Good.of(of_cell))
+        for of_cell in of_cells
+    ]
 
 
 def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
@@ -565,6 +569,8 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "part": part.part,
         "cluster": cell.setting.cluster,
         "spec_checksum": cell.setting.spec.checksum,
+        "ttft_slo_s": cell.setting.spec.slo.ttft_s,
+        "tbt_slo_s": cell.setting.spec.slo.tbt_s,
         "load": cell.load,
         "capacity": cell.capacity,
         "times_capacity": cell.share,
