@@ -1243,8 +1243,10 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
     if arguments.markdown and not Path(arguments.markdown).resolve().parent.is_dir():
         raise LeaderboardError(f"--markdown {arguments.markdown}: expected a file in a folder that exists")
-    if arguments.site and not Path(arguments.site).resolve().parent.is_dir():
-        raise LeaderboardError(f"--site {arguments.site}: expected a folder in a folder that exists")
+    if arguments.site:
+        site = Path(arguments.site).resolve()
+        if not site.parent.is_dir() or (site.exists() and not site.is_dir()):
+            raise LeaderboardError(f"--site {arguments.site}: expected a folder, or a new one in a folder that exists")
     plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())

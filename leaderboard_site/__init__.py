@@ -46,9 +46,7 @@ def write_site(result: dict[str, Any], folder: Path) -> None:
 
 def shown(result: dict[str, Any]) -> dict[str, Any]:
     """What the page needs of a result: no figure twice, none longer than can be read."""
-    first = {}
-    for row in result["rows"]:
-        first.setdefault(row["cell"], row)
+    first = {row["cell"]: row for row in reversed(result["rows"])}
     cells = []
     for cell in result["cells"]:
         row = first[cell["cell"]]

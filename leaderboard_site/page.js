@@ -1,7 +1,7 @@
 "use strict";
 // Draws RESULT (result.js). What the filters show is averaged here, by the rule of leaderboard.py. No name is ever put in as HTML.
 
-const SVG = "http://www.w3.org/2000/svg";
+const SVG = new DOMParser().parseFromString("<svg></svg>", "text/html").querySelector("svg").namespaceURI; // its name looks like an address
 const DRAWN = 6; // policies that the charts draw at first
 const COLOURS = 8, DASHES = ["", "6 3", "2 2", "8 2 2 2"];
 const LOST = [["rejected_at_arrival", "rejected at arrival"], ["rejected_at_decode", "rejected before decode"], ["violated_ttft", "TTFT violated"], ["violated_tbt", "TBT violated"]];
@@ -181,8 +181,8 @@ function frame(label, xs, ys, x, y) {
 const drawnPolicies = () => policies.map((p) => p.policy).filter((name) => drawn.has(name));
 
 function charts(among) {
-  const families = Map.groupBy ? Map.groupBy(among, (cell) => cell.setting) : among.reduce((m, cell) => m.set(cell.setting, [...(m.get(cell.setting) || []), cell]), new Map());
-  const made = [];
+  const families = new Map(among.map((cell) => [cell.setting, []])), made = [];
+  for (const cell of among) families.get(cell.setting).push(cell);
   for (const [setting, family] of families) {
     if (new Set(family.map((cell) => cell.load)).size > 1) made.push(curve(setting, [...family].sort((a, b) => a.load - b.load)));
   }
@@ -245,7 +245,7 @@ function stacked(id, what, parts, entries) {
   const said = entries.map(([name], i) => `${name}: ${parts.map(([, part], j) => `${part} ${percent(shares[i][j])}`).join(", ")}`);
   const svg = shape("svg", { viewBox: `0 0 ${W} ${step * entries.length + 4}`, role: "img", "aria-label": `${what}. ${said.join("; ")}` });
   entries.forEach(([name], i) => {
-    const text = shape("text", { x: 148, y: step * i + 15, "text-anchor": "end" }, name.length > 24 ? `${name.slice(0, 23)}…` : name);
+    const text = shape("text", { x: 148, y: step * i + 15, "text-anchor": "end" }, name.length > 24 ? `${name.slice(0, 11)}…${name.slice(-12)}` : name);
     const all = shares[i].reduce((a, b) => a + b, 0);
     svg.append(text);
     let x = 154;
@@ -273,9 +273,9 @@ function stacked(id, what, parts, entries) {
 // --- panels, each with an address of its own
 
 function asked(kind) {
-  const [name, value] = location.hash.slice(1).split("=");
-  if (name !== kind || value === undefined) return null;
-  try { return decodeURIComponent(value); } catch { return ""; }
+  if (!location.hash.startsWith(`#${kind}=`)) return null;
+  const value = location.hash.slice(kind.length + 2);
+  try { return decodeURIComponent(value); } catch { return value; }
 }
 let lastCell = cells[0];
 function chosenCell() {
@@ -335,6 +335,10 @@ function show() {
   ranking(among);
   charts(among);
   cellTable(among);
+  if (among.length && !among.includes(lastCell) && asked("cell") === null) {
+    lastCell = among[0];
+    cellPanel();
+  }
 }
 
 function filters() {
