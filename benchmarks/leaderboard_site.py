@@ -26,7 +26,7 @@ TRACES, CLUSTERS, LOADS = ("conversation", "synthetic", "toolagent"), ("8p8d", "
 def made_up(policies: int, cells: int, seed: int = 0) -> dict[str, Any]:
     """A result as `leaderboard.as_json` has it, of figures that are drawn: every cell with eight seeds and a bound."""
     rng = np.random.default_rng(seed)
-    names = [f"conductor:threshold={1 + i / 100}+predictive:threshold={1 - i / 100}" for i in range(policies)]
+    names = [f"conductor:threshold={1 + i / 100:g}+predictive:threshold={1 - i / 100:g}" for i in range(policies)]
     paired = {"policy": names[0], "baseline": names[-1], "mean": 0.1, "low": 0.05, "high": 0.15}
     about_cells, rows = [], []
     for i in range(cells):

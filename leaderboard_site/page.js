@@ -4,7 +4,7 @@
 const SVG = new DOMParser().parseFromString("<svg></svg>", "text/html").querySelector("svg").namespaceURI; // its name looks like an address
 const DRAWN = 6; // policies that the charts draw at first
 const COLOURS = 8, DASHES = ["", "6 3", "2 2", "8 2 2 2"];
-const LOST = [["rejected_at_arrival", "rejected at arrival"], ["rejected_at_decode", "rejected before decode"], ["violated_ttft", "TTFT violated"], ["violated_tbt", "TBT violated"]];
+const LOST = [["rejected_at_arrival", "rejected at arrival"], ["rejected_at_decode", "rejected at decode"], ["violated_ttft", "TTFT violated"], ["violated_tbt", "TBT violated"]];
 const TIERS = [["hit_rate_device", "device"], ["hit_rate_host", "host"], ["hit_rate_fetched", "fetched from another instance"]];
 const cells = RESULT.cells, policies = RESULT.policies;
 const cellOf = new Map(cells.map((cell) => [cell.cell, cell]));
@@ -245,7 +245,7 @@ function stacked(id, what, parts, entries) {
   const said = entries.map(([name], i) => `${name}: ${parts.map(([, part], j) => `${part} ${percent(shares[i][j])}`).join(", ")}`);
   const svg = shape("svg", { viewBox: `0 0 ${W} ${step * entries.length + 4}`, role: "img", "aria-label": `${what}. ${said.join("; ")}` });
   entries.forEach(([name], i) => {
-    const text = shape("text", { x: 148, y: step * i + 15, "text-anchor": "end" }, name.length > 24 ? `${name.slice(0, 11)}…${name.slice(-12)}` : name);
+    const text = shape("text", { x: 148, y: step * i + 15, "text-anchor": "end" }, name.length > 22 ? `${name.slice(0, 10)}…${name.slice(-11)}` : name);
     const all = shares[i].reduce((a, b) => a + b, 0);
     svg.append(text);
     let x = 154;

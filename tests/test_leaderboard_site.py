@@ -6,6 +6,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,6 +23,7 @@ from envs.spec import load_cluster
 from leaderboard_site import PAGE, write_site
 from policies import PolicyError
 from policies.describe import describe
+from tests.conftest import CHROMIUM
 from traces import builtin, load, save
 
 SIZES = ((360, 740), (1280, 900), (3840, 2160))
@@ -205,6 +208,16 @@ def test_where_the_site_cannot_be_written_is_one_line(tmp_path: Path, capsys: An
         assert leaderboard.main(given) == 2
         error = capsys.readouterr().err
         assert error.startswith("error: --site ") and error.count("\n") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium")
+def test_the_benchmark_measures_size_and_load_time() -> None:
+    pytest.importorskip("playwright.sync_api", reason="needs playwright")
+    command = [sys.executable, "-m", "benchmarks.leaderboard_site", "--runs", "1", "--cells", "2", "--json", "-"]
+    done = subprocess.run(command, cwd=leaderboard.ROOT, capture_output=True, text=True, timeout=120, check=True)
+    measured = json.loads(done.stdout)
+    assert (measured["policies"], measured["cells"]) == (30, 2)
+    assert measured["bytes"] > 1e4 and 0 < measured["load_ms"] <= measured["slowest_load_ms"]
 
 
 # --- in a browser ----------------------------------------------------------------------------------
