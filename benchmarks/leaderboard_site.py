@@ -41,7 +41,7 @@ def made_up(policies: int, cells: int, seed: int = 0) -> dict[str, Any]:
             "bound": 1.0,
         }
         about_cells.append(cell | {"paired": paired, "first": paired})
-        of_cell = {
+        of_cell: dict[str, Any] = {
             "cell": cell["cell"],
             "setting": f"{trace} (test) on {cluster}",
             "trace": trace,

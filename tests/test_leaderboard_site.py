@@ -338,6 +338,42 @@ async def test_filters_average_what_they_show_by_mouse_and_by_keyboard(large: Pa
     assert said == []
 
 
+async def column(page: Any, heading: str, after: str = "") -> dict[str, str]:
+    """Policy -> what the ranking has under a heading, of several the one that comes after another heading."""
+    headings = await page.locator("#ranking thead th").all_inner_texts()
+    at = headings.index(heading, headings.index(after) if after else 0)
+    lines = await page.locator("#ranking tbody tr").all()
+    return {
+        await line.locator("th a").inner_text(): await line.locator("th, td").nth(at).inner_text() for line in lines
+    }
+
+
+async def test_the_ranking_tells_of_high_load_and_headroom(site: Path, large: Path, browser: Any) -> None:
+    said: list[str] = []
+    page = await opened(browser, large, said)
+    result = read(large)
+    high = [cell["cell"] for cell in result["cells"] if cell["times_capacity"] >= 1]
+    assert len(high) == 18
+    past, interval = "at or past capacity", "95 % interval"
+    means, intervals = await column(page, past), await column(page, interval, past)
+    for policy in (policy["policy"] for policy in result["policies"]):
+        mean, low, high_end = averaged(result, policy, high)
+        assert float(means[policy]) == pytest.approx(mean, abs=1e-4)
+        shown = [float(end) for end in intervals[policy].split("\u2013")]
+        assert shown == pytest.approx([low, high_end], abs=6e-4)
+    page = await opened(browser, site, said)
+    result = read(site)
+    cells = [cell["cell"] for cell in result["cells"]]
+    bound = sum(cell["bound"] for cell in result["cells"]) / len(cells)
+    best = averaged(result, "clairvoyant", cells)[0]
+    headroom, future = await column(page, "headroom to the bound"), await column(page, "to the clairvoyant")
+    for policy in POLICIES:
+        mean = averaged(result, policy, cells)[0]
+        assert float(headroom[policy]) == pytest.approx(bound - mean, abs=1e-4)
+        assert float(future[policy].replace("\u2212", "-")) == pytest.approx(best - mean, abs=1e-4)
+    assert said == []
+
+
 async def test_policies_and_cells_have_addresses(large: Path, browser: Any) -> None:
     said: list[str] = []
     page = await opened(browser, large, said)
