@@ -47,7 +47,7 @@ def simulated(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def trace_file(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("traces") / "small.parquet"
+    path = tmp_path_factory.mktemp("traces") / f"{'conversation_' * 6}trace.parquet"  # longer than a telephone is wide
     save(builtin("conversation", n_requests=400), path)
     return str(path)
 
@@ -449,9 +449,11 @@ async def test_names_are_text_and_what_is_missing_is_a_dash(tmp_path: Path, brow
         row |= {"ttft_p90_s": None, "hit_rate": None, "hit_rate_device": None, "ttft_quantiles_s": []}
     result["cells"][0] |= {"winner": None, "paired": None}
     result["paired"] = result["paired_saturated"] = None
+    result["capacities"] = [{"setting": "x" * 200, "load": 1.5, "meaning": "made up"}]
     write_site(result, tmp_path)
     said: list[str] = []
-    page = await opened(browser, tmp_path, said)
+    page = await opened(browser, tmp_path, said, viewport={"width": 360, "height": 740})
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
     names = await page.locator("#ranking tbody th a").all_text_contents()
     assert HOSTILE in names
     assert await page.locator("img").count() == 0
