@@ -35,10 +35,12 @@ from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
 from envs.suite import Suite, load_suite, suite_names
+from leaderboard_site import write_site
 from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, as_markdown, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
 from policies.artifact import OnnxPolicy
 from policies.clairvoyant import Clairvoyant
+from policies.describe import describe
 from policies.tuned import tuned
 from traces import Trace, TraceError
 from traces import load as load_trace
@@ -552,7 +554,11 @@ def _play(contestant: Contestant, cells: Sequence[Cell], seeds: Sequence[int]) -
     """What a policy makes of cells of one setting. No more is kept: a suite's requests would not fit into memory."""
     replays = contestant.replays(cells[0].setting, [(cell.load, seed) for cell in cells for seed in seeds])
     of_cells = [replays[i : i + len(seeds)] for i in range(0, len(replays), len(seeds))]
-    return [(metrics.score(of_cell, seeds), Good.of(of_cell)) for of_cell in of_cells]
+    slo = cells[0].setting.spec.slo
+    return [
+        (metrics.score(of_cell, seeds) | metrics.violations(of_cell, slo.ttft_s, slo.tbt_s), Good.of(of_cell))
+        for of_cell in of_cells
+    ]
 
 
 def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
@@ -565,6 +571,8 @@ def _about_cell(cell: Cell, seeds: Sequence[int]) -> dict[str, Any]:
         "part": part.part,
         "cluster": cell.setting.cluster,
         "spec_checksum": cell.setting.spec.checksum,
+        "ttft_slo_s": cell.setting.spec.slo.ttft_s,
+        "tbt_slo_s": cell.setting.spec.slo.tbt_s,
         "load": cell.load,
         "capacity": cell.capacity,
         "times_capacity": cell.share,
@@ -666,7 +674,7 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """`--log`: evaluate policies from logged decisions."""
     from runtime.decision_log import read_log
 
-    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot"):
+    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot", "site"):
         if getattr(arguments, option):
             raise LeaderboardError(f"--{option} does not go with --log: a log has its own requests, at its own speed")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
@@ -897,6 +905,39 @@ def notes(seeds: int) -> dict[str, str]:
     }
 
 
+def about_policies(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Of each policy what it is made of, and the command that gives its rows alone."""
+    return [
+        {
+            "policy": contestant.name,
+            "competes": contestant.competes,
+            "command": command_of(contestant.name, arguments),
+            "configuration": describe(contestant.name),
+        }
+        for contestant in contestants
+    ]
+
+
+def command_of(policy: str, arguments: argparse.Namespace) -> str:
+    """The command that gives one policy's rows of the cells asked for."""
+    given = ["--policies", policy]
+    if arguments.suite:
+        given += ["--suite", arguments.suite, *(["--cells", arguments.cells] if arguments.cells else [])]
+    else:
+        loads = _flat(arguments.load, [])
+        shares = _flat(arguments.capacity, [])
+        if not (loads or shares or arguments.trace):
+            loads = list(DEFAULT_LOADS)
+        given += ["--trace", ",".join(_flat(arguments.trace, [DEFAULT_TRACE]))]
+        given += ["--part", ",".join(_flat(arguments.part, [DEFAULT_PART]))]
+        given += ["--cluster", ",".join(_flat(arguments.cluster, [DEFAULT_CLUSTER]))]
+        for option, values in (("--load", loads), ("--capacity", shares)):
+            given += [option, ",".join(f"{value!r}" for value in values)] if values else []
+        given += ["--warmup", str(arguments.warmup)]
+    given += ["--reference", arguments.reference, "--seeds", str(arguments.seeds)]
+    return shlex.join(["python", "leaderboard.py", *given])
+
+
 # --- command line --------------------------------------------------------------------------------
 
 
@@ -1016,6 +1057,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--plot", metavar="FILE.png", help="plot goodput over load")
     add("--markdown", metavar="FILE.md", help="write tables of the policies and the cells for a document")
+    add("--site", metavar="FOLDER", help="write a static site: rankings, filters, curves; open its index.html")
     add(
         "--jobs",
         type=_at_least(1),
@@ -1201,6 +1243,10 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
     if arguments.markdown and not Path(arguments.markdown).resolve().parent.is_dir():
         raise LeaderboardError(f"--markdown {arguments.markdown}: expected a file in a folder that exists")
+    if arguments.site:
+        site = Path(arguments.site).resolve()
+        if not site.parent.is_dir() or (site.exists() and not site.is_dir()):
+            raise LeaderboardError(f"--site {arguments.site}: expected a folder, or a new one in a folder that exists")
     plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
     sustained = plain if arguments.sustained is None else arguments.sustained
     pool = Pool(arguments.jobs, Progress())
@@ -1214,11 +1260,15 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
         pool=pool,
     )
     result.capacities = capacities
-    result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}
+    command = shlex.join(["python", "leaderboard.py", *given])
+    result.about = {"notes": notes(arguments.seeds), "code_version": code_version(), "command": command}
+    result.about["policies"] = about_policies(contestants, arguments)
     if arguments.plot:
         plot(result, arguments.plot)
     if arguments.markdown:
-        Path(arguments.markdown).write_text(as_markdown(result, shlex.join(["python", "leaderboard.py", *given])))
+        Path(arguments.markdown).write_text(as_markdown(result, command))
+    if arguments.site:
+        write_site(json.loads(as_json(result)), Path(arguments.site))
     if arguments.json == "-":
         print(as_json(result))
         return

@@ -26,6 +26,8 @@ FEWEST_BLOCKS, MOST_BLOCKS = 10, 200
 """Blocks are shorter, or longer, than `BLOCK_S` where there would be fewer or more of them."""
 BINS_PER_BLOCK = 6
 REPLICATES = 2000
+QUANTILES = 50
+"""Of a distribution kept: the least value, the greatest, and what lies evenly between them in rank."""
 _Z = NormalDist().inv_cdf(0.975)
 METHOD = (
     f"95 % intervals: moving-block bootstrap over time (blocks of {BLOCK_S:.0f} s of arrivals, "
@@ -112,6 +114,7 @@ def score(replays: Sequence[Replay], seeds: Sequence[int] | None = None) -> dict
     - `goodput` = `slo_attainment` = good / offered, with `goodput_low`, `goodput_high`;
     - `ttft_*_s`, `e2e_*_s` (arrival to last token): completed requests of all replays;
     - `tbt_*_s`: completed requests with more than one output token, TBT as the SLO counts it;
+    - of each of these, `*_quantiles_s` are `QUANTILES` values, ascending (none where nothing is counted);
     - `prefill_mean_s`: seconds a prefill took, requests that were prefilled;
     - `hit_rate`: reused tokens / input tokens of requests that were prefilled, split into
       `hit_rate_device`, `hit_rate_host` (loaded from host memory) and `hit_rate_fetched` (from
@@ -136,7 +139,25 @@ def score(replays: Sequence[Replay], seeds: Sequence[int] | None = None) -> dict
     return row
 
 
-def _times(replays: Sequence[Replay]) -> dict[str, float]:
+def violations(replays: Sequence[Replay], ttft_slo_s: float, tbt_slo_s: float) -> dict[str, float]:
+    """Which SLO the violated requests of `counts` missed, means over the replays: `violated_ttft`, and `violated_tbt`
+    of those that had met the TTFT. They add up to `violated`.
+
+    Raises:
+        ValueError: a violated request is within both SLOs: they are not those of the replays.
+    """
+    ttft = tbt = 0
+    for replay in replays:
+        outcomes = replay.outcomes[(replay.outcomes["status"] == Status.COMPLETED) & (replay.good == 0)]
+        late, slow = outcomes["ttft_s"] > ttft_slo_s, outcomes["tbt_s"] > tbt_slo_s
+        if not (late | slow).all():
+            raise ValueError(f"a violated request is within TTFT {ttft_slo_s:g} s and TBT {tbt_slo_s:g} s")
+        ttft += int(late.sum())
+        tbt += int((slow & ~late).sum())
+    return {"violated_ttft": ttft / len(replays), "violated_tbt": tbt / len(replays)}
+
+
+def _times(replays: Sequence[Replay]) -> dict[str, Any]:
     outcomes = np.concatenate([replay.outcomes for replay in replays])
     arrival_s = np.concatenate([replay.arrival_s for replay in replays])
     several = np.concatenate([replay.output_tokens for replay in replays]) > 1
@@ -158,10 +179,12 @@ def _mean(values: NDArray[np.float64]) -> float:
     return float(values.mean()) if len(values) else math.nan
 
 
-def _distribution(name: str, values: NDArray[np.float64]) -> dict[str, float]:
+def _distribution(name: str, values: NDArray[np.float64]) -> dict[str, Any]:
     found = np.percentile(values, (50, 90, 99)) if len(values) else np.full(3, np.nan)
-    figures = {f"{name}_mean_s": _mean(values)}
-    return figures | {f"{name}_p{q}_s": float(v) for q, v in zip((50, 90, 99), found, strict=True)}
+    figures: dict[str, Any] = {f"{name}_mean_s": _mean(values)}
+    figures |= {f"{name}_p{q}_s": float(v) for q, v in zip((50, 90, 99), found, strict=True)}
+    spread = np.quantile(values, np.linspace(0, 1, QUANTILES)).tolist() if len(values) else []
+    return figures | {f"{name}_quantiles_s": spread}
 
 
 def _reuse(replays: Sequence[Replay]) -> dict[str, float]:

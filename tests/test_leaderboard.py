@@ -152,6 +152,7 @@ def test_counts_add_up(small: Trace) -> None:
         rejected = row["rejected_at_arrival"] + row["rejected_at_decode"]
         assert row["offered"] == row["completed"] + rejected == 400
         assert row["completed"] == row["good"] + row["violated"]
+        assert row["violated"] == row["violated_ttft"] + row["violated_tbt"]
         assert row["goodput"] == pytest.approx(row["good"] / row["offered"], abs=1e-12)
         assert row["goodput_low"] <= row["goodput"] <= row["goodput_high"]
         assert len(row["runs"]) == 4

@@ -93,6 +93,29 @@ def test_hit_rate_by_tier_adds_up() -> None:
     assert row["hit_rate"] == 0.5
 
 
+def test_violations_are_split_by_the_slo_missed_first() -> None:
+    both = {**SERVED, "ttft_s": 31.0, "finish_s": 40.0, "tbt_s": 0.5}
+    late = {**both, "tbt_s": 0.05}
+    # FIVE has one that is within the TTFT and not the TBT
+    replays = [replay_of([*FIVE, both, late]), replay_of([*FIVE, FIVE[0], FIVE[2]])]
+    found = metrics.violations(replays, ttft_slo_s=30.0, tbt_slo_s=0.1)
+    assert found == {"violated_ttft": 1.0, "violated_tbt": 1.0}
+    row = metrics.score(replays)
+    assert row["violated"] == found["violated_ttft"] + found["violated_tbt"]
+    with pytest.raises(ValueError, match="within TTFT 30 s and TBT 1 s"):
+        metrics.violations([replay_of(FIVE)], ttft_slo_s=30.0, tbt_slo_s=1.0)
+
+
+def test_quantiles_are_the_distribution_of_what_was_served() -> None:
+    row = metrics.score([replay_of(FIVE)])
+    assert len(row["ttft_quantiles_s"]) == metrics.QUANTILES
+    assert row["ttft_quantiles_s"] == sorted(row["ttft_quantiles_s"])
+    assert (row["ttft_quantiles_s"][0], row["ttft_quantiles_s"][-1]) == (1.0, 3.0)  # not the rejected one's 99 s
+    assert row["tbt_quantiles_s"][0] == 0.05  # one token has no interval
+    nothing = metrics.score([replay_of([{"status": Status.REJECTED_AT_ARRIVAL}])])
+    assert nothing["ttft_quantiles_s"] == []
+
+
 def test_counts_are_means_over_seeds() -> None:
     better = [dict(FIVE[0])] * 5
     row = metrics.score([replay_of(FIVE), replay_of(better)], seeds=(0, 7))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +19,6 @@ from runtime.live_page import KEPT, LivePage, is_loopback
 from runtime.sidecar import ConfigError, Options, Sidecar
 from tests.runtime.conftest import Process
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZES = ((360, 740), (1280, 900), (3840, 2160))
 
 
@@ -118,17 +115,6 @@ def test_the_page_is_read_only(sidecar: Any) -> None:
         with pytest.raises(urllib.error.HTTPError) as error:
             urllib.request.urlopen(urllib.request.Request(url, b"{}", method=method), timeout=30)
         assert error.value.code == 405
-
-
-@pytest.fixture
-async def browser() -> AsyncIterator[Any]:
-    playwright = pytest.importorskip("playwright.async_api", reason="needs playwright")
-    if CHROMIUM is None:
-        pytest.skip("needs a Chromium: apt-get install chromium")
-    async with playwright.async_playwright() as driver:
-        chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield chromium
-        await chromium.close()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
