@@ -6,8 +6,9 @@ Requests are timed alone and together, so that what a worker is busy with can be
   is answered, with n tokens of which h are cached. The terms in brackets are the profile's; the latency keeps nobody
   busy.
 - decode: an iteration takes base + per_request B + per_token K, with B requests and K context tokens.
+- join: while a request joins, the intervals of one that is decoded take longer than before by bytes / rate in all.
 - hand-over: from the prefill worker's answer to the decode worker's first token it takes latency + bytes / bandwidth +
-  one iteration.
+  the join + one iteration.
 - gateway: what a first token through it takes longer than all of these together. With a gateway, decode batches are
   timed through it, as its clients see them.
 
@@ -35,7 +36,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from .hardware import DecodeTimes, HardwareProfile, PrefillTimes, relative_fit
-from .worker_timing import DecodeTime, FirstTokenTime, LiveWorker, PrefillTime, WorkerError
+from .worker_timing import DecodeTime, FirstTokenTime, JoinTime, LiveWorker, PrefillTime, WorkerError
 
 EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
 SHORTEST, LEAST_CONTEXT = 64, 512  # tokens: of the shortest prompt, and of what a worker must take
@@ -48,7 +49,7 @@ HELD_OUT = 4  # one point in so many
 NOT_MEASURED = 1e12  # bytes/s where nothing had to move
 
 err = Console(stderr=True)
-Time = TypeVar("Time", PrefillTime, DecodeTime, FirstTokenTime)
+Time = TypeVar("Time", PrefillTime, DecodeTime, FirstTokenTime, JoinTime)
 Point = TypeVar("Point")
 
 
@@ -172,7 +173,6 @@ def calibrate(
     if not room:
         raise WorkerError(f"{prefill.url}: does not say how much KV it holds; expected --kv-tokens")
     moves = prefill is not decode
-    moved = decode.metric("vllm:nixl_bytes_transferred_sum") or 0.0
 
     times = [
         _median([prefill.prefill(*point) for _ in range(plan.repeats)])
@@ -192,9 +192,10 @@ def calibrate(
     parts = [prefill_part, decode_part]
     latency_s = {"prefill": float(prefill_part.coefficients[0])}
 
-    nic_bytes_per_s = NOT_MEASURED
+    nic_bytes_per_s = join_bytes_per_s = NOT_MEASURED
     if moves:
         lengths = [n for n in plan.lengths() for _ in range(2)]
+        moved = decode.metric("vllm:nixl_bytes_transferred_sum") or 0.0
         hand_overs = [
             _median([prefill.hand_over(decode, n) for _ in range(plan.repeats)])
             for n in _told("hand-over", lengths, tell)
@@ -204,9 +205,22 @@ def calibrate(
         kv_bytes_per_token = kv_bytes_per_token or (counted / sent if counted > 0 else None)
         if not kv_bytes_per_token:
             raise WorkerError(f"{decode.url}: does not say how large the KV is; expected --kv-bytes-per-token")
-        iteration = np.array([(1.0, 1.0, t.tokens) for t in hand_overs]) @ decode_part.coefficients
-        terms = np.array([(1.0, kv_bytes_per_token * t.tokens) for t in hand_overs])
-        part = fit("hand-over", terms, [t.seconds for t in hand_overs], besides=iteration)
+        joins = gateway.first_token if gateway is not None else lambda n: prefill.hand_over(decode, n)
+        joined = [
+            _median([(gateway or decode).join(n, joins, SHORTEST, ITERATIONS) for _ in range(plan.repeats)])
+            for n in _told("join", lengths, tell)
+        ]
+        terms = np.array([(kv_bytes_per_token * t.tokens,) for t in joined])
+        own = np.array([(0.0, 1.0, t.tokens) for t in joined]) @ decode_part.coefficients  # of the iteration it is in
+        besides = own + [t.undisturbed_s for t in joined]
+        part = fit("join", terms, [t.seconds for t in joined], besides=besides)
+        join_bytes_per_s = 1 / max(float(part.coefficients[0]), 1 / NOT_MEASURED)
+        parts.append(part)
+        moved_bytes = kv_bytes_per_token * np.array([t.tokens for t in hand_overs], float)
+        besides = np.array([(1.0, 1.0, t.tokens) for t in hand_overs]) @ decode_part.coefficients
+        besides += moved_bytes / join_bytes_per_s
+        terms = np.stack([np.ones_like(moved_bytes), moved_bytes], axis=1)
+        part = fit("hand-over", terms, [t.seconds for t in hand_overs], besides=besides)
         latency_s["hand-over"] = float(part.coefficients[0])
         nic_bytes_per_s = 1 / max(float(part.coefficients[1]), 1 / NOT_MEASURED)
         parts.append(part)
@@ -219,7 +233,8 @@ def calibrate(
         known = np.stack([np.ones_like(n), np.ones_like(n), n, n**2], axis=1) @ prefill_part.coefficients
         known += np.stack([np.ones_like(n), np.ones_like(n), n], axis=1) @ decode_part.coefficients
         if moves:
-            known += latency_s["hand-over"] + n * (kv_bytes_per_token or 0.0) / nic_bytes_per_s
+            known += latency_s["hand-over"]
+            known += n * (kv_bytes_per_token or 0.0) * (1 / nic_bytes_per_s + 1 / join_bytes_per_s)
         part = fit("gateway", np.ones((len(n), 1)), [t.seconds for t in firsts], besides=known)
         latency_s["gateway"] = float(part.coefficients[0])
         parts.append(part)
@@ -234,7 +249,7 @@ def calibrate(
         decode=DecodeTimes(base_s=max(step_s, 1e-9), per_request_s=request_s, per_token_s=token_s),
         nic_bytes_per_s=nic_bytes_per_s,
         h2d_bytes_per_s=NOT_MEASURED,  # what a cached prefix costs to load is in the prefill's terms
-        join_bytes_per_s=NOT_MEASURED,  # and what a join costs in the hand-over's
+        join_bytes_per_s=join_bytes_per_s,
         device_kv_tokens=room,
         host_kv_tokens=room,
         decode_kv_tokens=room,

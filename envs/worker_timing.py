@@ -57,6 +57,15 @@ class FirstTokenTime(NamedTuple):
     seconds: float
 
 
+class JoinTime(NamedTuple):
+    """A request that was decoded while another with so many tokens joined: what its intervals took meanwhile, and what
+    as many took before."""
+
+    tokens: int
+    seconds: float
+    undisturbed_s: float
+
+
 @dataclass(frozen=True)
 class Served:
     """What a worker says of itself. None: it does not say."""
@@ -192,6 +201,51 @@ class LiveWorker:
         start_s = time.perf_counter()
         first_s = max(to.stream(prompt, 1, kv_transfer_params=params))
         return FirstTokenTime(tokens, first_s - start_s)
+
+    def join(
+        self, tokens: int, joins: Callable[[int], FirstTokenTime], context_tokens: int, iterations: int
+    ) -> JoinTime:
+        """Time how much a request that joins holds up one that is decoded.
+
+        Args:
+            tokens, joins: of the one that joins, and what sends it. context_tokens: of the other. iterations: of the
+                other alone, before.
+
+        Raises:
+            WorkerError: a request fails, or the first ends before the other has joined.
+        """
+        prompt = self.tokens(context_tokens)
+        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        settled, joined = threading.Event(), threading.Event()
+
+        def stream() -> list[float]:
+            times: list[float] = []
+            after = 0
+            try:
+                for at_s in self.stream(prompt, most):
+                    times.append(at_s)
+                    if len(times) == iterations:
+                        settled.set()
+                    after += joined.is_set()
+                    if after == 2:  # whoever has joined is in the first of them for certain
+                        break
+            finally:
+                settled.set()
+            return times
+
+        running = self._threads.submit(stream)
+        settled.wait()
+        start_s = time.perf_counter()
+        try:
+            joins(tokens)
+        finally:
+            joined.set()
+        times = np.array(running.result())
+        usual_s = float(np.median(np.diff(times[1:iterations])))
+        meanwhile = times[np.searchsorted(times, start_s) - 1 :]
+        if len(meanwhile) < 2:
+            raise WorkerError(f"{self.url}: a request ended before another had joined it")
+        return JoinTime(tokens, float(meanwhile[-1] - meanwhile[0]), usual_s * (len(meanwhile) - 1))
 
     def first_token(self, tokens: int) -> FirstTokenTime:
         """Time the first token of a prompt that nobody else keeps waiting.

@@ -24,6 +24,7 @@ from envs.worker_timing import LiveWorker, WorkerError
 PREFILL = {"base_s": 0.04, "linear_s": 1e-4, "quadratic_s": 3e-8}
 STEP = {"base_s": 0.02, "per_request_s": 0.004, "per_token_s": 3e-6}
 LATENCY_S, HAND_OVER_S, NIC_BYTES_PER_S, KV_BYTES = 0.03, 0.05, 1.5e7, 1000
+JOIN_BYTES_PER_S = 1e7
 BLOCK = 32
 
 
@@ -36,7 +37,7 @@ class Law:
     def __init__(self, context: int = 4096, kv: bool = True) -> None:
         self.context, self.kv = context, kv
         self.cached: set[tuple[int, ...]] = set()
-        self.moved = 0
+        self.moved = self.joining_bytes = 0
         self.batch: dict[asyncio.Queue[float], int] = {}
         self.url = ""
 
@@ -90,6 +91,7 @@ class Law:
         await out.prepare(request)
         tokens: asyncio.Queue[float] = asyncio.Queue()
         self.batch[tokens] = len(prompt)
+        self.joining_bytes += KV_BYTES * len(prompt) if fetched else 0
         self.joined.set()
         try:
             for _ in range(body["max_tokens"]):
@@ -119,6 +121,8 @@ class Law:
             members = list(self.batch)
             context = sum(self.batch.values())
             due_s += STEP["base_s"] + STEP["per_request_s"] * len(members) + STEP["per_token_s"] * context
+            due_s += self.joining_bytes / JOIN_BYTES_PER_S
+            self.joining_bytes = 0
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))  # what a sleep is late by, the next makes good
             for tokens in members:
                 if tokens in self.batch:
@@ -166,10 +170,13 @@ def test_the_law_is_found(law: Law, tmp_path: Path) -> None:
         step = decode.base_s + decode.per_request_s * batch + decode.per_token_s * context
         law_s = STEP["base_s"] + STEP["per_request_s"] * batch + STEP["per_token_s"] * context
         assert step == pytest.approx(law_s, rel=0.15)
-    assert profile.nic_bytes_per_s == pytest.approx(NIC_BYTES_PER_S, rel=0.4)
+    assert profile.join_bytes_per_s == pytest.approx(JOIN_BYTES_PER_S, rel=0.4)
+    assert 1 / profile.nic_bytes_per_s + 1 / profile.join_bytes_per_s == pytest.approx(
+        1 / NIC_BYTES_PER_S + 1 / JOIN_BYTES_PER_S, rel=0.25
+    )
     assert said["cluster"]["model"]["kv_bytes_per_token"] == KV_BYTES
     assert said["cluster"]["transfer_latency_s"] == pytest.approx(LATENCY_S + HAND_OVER_S, abs=0.03)
-    for part in ("prefill", "decode", "hand-over"):
+    for part in ("prefill", "decode", "join", "hand-over"):
         assert said["fit"][part]["held_out"] >= 3 and said["fit"][part]["median_relative_error"] < 0.15
     spec = load_cluster(files["cluster.yaml"])
     assert spec.prefill[0].profile == profile and spec.transfer_latency_s == said["cluster"]["transfer_latency_s"]
