@@ -16,13 +16,9 @@ the result says so.
 from __future__ import annotations
 
 import shutil
-import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -34,7 +30,7 @@ from envs.metrics import difference, time_blocks
 from envs.worker_timing import LiveWorker, WorkerError
 from experiments import live
 from runtime.loadgen import LoadError, Slos
-from runtime.local_workers import WorkersError
+from runtime.local_workers import WorkersError, free_ports, is_healthy
 from traces import load
 
 from .report import entry, median, parser, report
@@ -50,10 +46,7 @@ ROUTER_START_S = 60.0
 @contextmanager
 def vllm_router(program: str, cluster: dict[str, Any]) -> Iterator[str]:
     """vllm-router before workers; its URL."""
-    with socket.socket() as free, socket.socket() as also_free:
-        free.bind(("127.0.0.1", 0))
-        also_free.bind(("127.0.0.1", 0))
-        port, metrics = free.getsockname()[1], also_free.getsockname()[1]
+    port, metrics = free_ports(2)
     workers: list[str] = []
     for row in cluster["workers"]:
         workers += [f"--{row['role']}", f"http://{row['address']}"]
@@ -63,26 +56,13 @@ def vllm_router(program: str, cluster: dict[str, Any]) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + ROUTER_START_S
-        while not _healthy(url):
+        while not is_healthy(url):
             if process.poll() is not None or time.monotonic() > deadline:
                 raise ValueError(f"vllm-router does not start: {' '.join(command)}")
             time.sleep(0.2)
         yield url
     finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(10)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-
-
-def _healthy(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{url}/health", timeout=2.0) as answer:
-            return bool(answer.status == 200)
-    except (OSError, urllib.error.URLError):
-        return False
+        live.end(process, 10.0)
 
 
 def added(cluster: dict[str, Any], urls: dict[str, str], runs: int) -> dict[str, Any]:
@@ -114,12 +94,8 @@ def replays(urls: dict[str, str], given: Any) -> dict[str, Any]:
     for repeat in range(given.repeats):
         for place, (name, url) in enumerate(urls.items()):
             seed = 1 + repeat * len(urls) + place
-
-            def say(text: str) -> None:
-                pass
-
             print(f"trace, {name} ...", file=sys.stderr)
-            seen[name].append(live.replayed(url, trace, SLOS, seed, say, name))
+            seen[name].append(live.replayed(url, trace, SLOS, seed, lambda text: None, name))
     result: dict[str, Any] = {"requests": trace.n_requests, "repeats": given.repeats}
     for measure, value in (
         ("goodput", lambda each: float(each.good.mean())),

@@ -237,8 +237,8 @@ def interval(good: NDArray[Any], blocks: Blocks) -> Interval:
 
 def difference(ours: NDArray[Any], theirs: NDArray[Any], blocks: Blocks) -> Interval:
     """Mean of ours minus theirs (0/1 values [S, R] each), paired by request and seed."""
-    mean, half = _bootstrap(ours.astype(np.float64) - theirs, blocks)
-    return Interval(mean, max(-1.0, mean - half), min(1.0, mean + half))
+    mean, low, high = difference_of_means(ours, theirs, blocks)
+    return Interval(mean, max(-1.0, low), min(1.0, high))
 
 
 def difference_of_means(ours: NDArray[Any], theirs: NDArray[Any], blocks: Blocks) -> Interval:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
@@ -146,12 +145,17 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
             _warm_up(url)
             yield url
         finally:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end(process, 20.0)
+
+
+def end(process: subprocess.Popen[Any], patience_s: float) -> None:
+    """End a server, at last by force."""
+    process.terminate()
+    try:
+        process.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _warm_up(url: str) -> None:

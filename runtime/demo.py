@@ -106,9 +106,11 @@ async def _tell(sidecar: Sidecar, workers: LocalWorkers, requests_per_s: float) 
         highlight=False,
         soft_wrap=True,
     )
-    while requests_per_s:
-        trace = _shortened(load(TRACE))
-        speed = requests_per_s * trace.duration_s / trace.n_requests
+    if not requests_per_s:
+        return
+    trace = _shortened(load(TRACE))
+    speed = requests_per_s * trace.duration_s / trace.n_requests
+    while True:
         await Replay(url, Prompts(trace, scale=SCALE), speed=speed).run()
 
 

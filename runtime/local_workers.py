@@ -67,7 +67,7 @@ class LocalWorkers(ABC):
             | {f"d{i}": Role.DECODE for i in range(decode)}
             | {f"b{i}": Role.BOTH for i in range(both)}
         )
-        self.ports = {name: _free_ports(4) for name in self.roles}  # HTTP, KV transfer, KV events, replay
+        self.ports = {name: free_ports(4) for name in self.roles}  # HTTP, KV transfer, KV events, replay
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.cluster_file = self.folder / "cluster.yaml"
 
@@ -153,11 +153,7 @@ class LocalWorkers(ABC):
 
     def healthy(self, name: str) -> bool:
         """Whether a worker answers."""
-        try:
-            with urllib.request.urlopen(f"http://{self.address(name)}/health", timeout=1.0) as answer:
-                return bool(answer.status == 200)
-        except (OSError, urllib.error.URLError):
-            return False
+        return is_healthy(f"http://{self.address(name)}")
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """End a worker and its engine, at once by default."""
@@ -211,7 +207,17 @@ class LocalWorkers(ABC):
         raise WorkersError(f"worker {name} {how}:\n{tail}")
 
 
-def _free_ports(count: int) -> list[int]:
+def is_healthy(url: str) -> bool:
+    """Whether a server answers at /health."""
+    try:
+        with urllib.request.urlopen(f"{url}/health", timeout=1.0) as answer:
+            return bool(answer.status == 200)
+    except (OSError, urllib.error.URLError):
+        return False
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody listens on."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for each in sockets:

@@ -26,6 +26,7 @@ from envs.spec import ClusterSpec, SpecError, load_cluster, validate_cluster
 _HOST = re.compile(r"[\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]", re.ASCII)
 _ZMQ = re.compile(r"tcp://([\w.-]+|\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]):[0-9]{1,5}|ipc://\S+", re.ASCII)
 _URL = re.compile(r"https?://[^\s/?#@]+(/[^\s#]*)?", re.ASCII)
+BOOTSTRAP_PORT = 8998  # vLLM's and SGLang's default
 
 
 class Role(StrEnum):
@@ -107,6 +108,11 @@ class Worker(BaseModel):
     def kv_connector(self) -> Connector:
         """How its KV moves."""
         return self.connector or _OF_ENGINE[self.engine]
+
+    @property
+    def bootstrap_address(self) -> str:
+        """host:port of its bootstrap server: by default on its own host."""
+        return self.bootstrap or f"{self.address.rpartition(':')[0]}:{BOOTSTRAP_PORT}"
 
     @property
     def metrics_url(self) -> str:

@@ -131,17 +131,21 @@ def follows(index, own, before):
 
 
 @compiled
-def look_up(index, own, before):
-    """The number of a hash, touched; -1 if it is not known. `before`: the number of the block before it, or -1."""
-    number = before + 1
-    if not follows(index, own, before):
-        number = np.int64(slot_of(index, search(index, own)).number) - 1
-        if number < 0:
-            return number
+def touch(index, number):
+    """A block was asked for; its number."""
     cell = cell_of(index, number)
     if cell.touched == 0:
         cell.touched = 1
     return number
+
+
+@compiled
+def look_up(index, own, before):
+    """The number of a hash, touched; -1 if it is not known. `before`: the number of the block before it, or -1."""
+    if follows(index, own, before):
+        return touch(index, before + 1)
+    number = np.int64(slot_of(index, search(index, own)).number) - 1
+    return touch(index, number) if number >= 0 else number
 
 
 @compiled
@@ -325,16 +329,12 @@ def _make_room(index):
 @compiled
 def number_of(index, own, before):
     """The number of a hash, touched, given one if it has none; -1 if there is no room. `before` is kept meanwhile."""
-    number = before + 1
-    at = np.int64(-1)
-    if not follows(index, own, before):
-        at = search(index, own)
-        number = np.int64(slot_of(index, at).number) - 1
+    if follows(index, own, before):
+        return touch(index, before + 1)
+    at = search(index, own)
+    number = np.int64(slot_of(index, at).number) - 1
     if number >= 0:
-        cell = cell_of(index, number)
-        if cell.touched == 0:
-            cell.touched = 1
-        return number
+        return touch(index, number)
     if index.free == 0:
         if before >= 0:
             cell_of(index, before).held += 1
@@ -378,13 +378,15 @@ def find(at, hashes, numbers):
     index = index_at(at, 0)
     count = len(hashes)
     number = np.int64(-1)
+    in_a_row = False
     for i in range(count):
-        in_a_row = follows(index, hashes[i], number)
         if not in_a_row and i + AHEAD < count:
             prefetch_slot(index, hashes[i + AHEAD])
-        number = look_up(index, hashes[i], number)
+        last = number
+        number = look_up(index, hashes[i], last)
         if number < 0:
             return i
+        in_a_row = number == last + 1
         numbers[i] = number
     return count
 
@@ -415,11 +417,12 @@ def find_tokens(at, tokens, seed, root_extra, extras, hashes, numbers):
             if not in_a_row:
                 prefetch_slot(index, before)
             if i >= AHEAD:
-                in_a_row = follows(index, hashes[known], number)
-                number = look_up(index, hashes[known], number)
+                last = number
+                number = look_up(index, hashes[known], last)
                 if number < 0:
                     open_end = False
                 else:
+                    in_a_row = number == last + 1
                     numbers[known] = number
                     known += 1
     while open_end and known < count:

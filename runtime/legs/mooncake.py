@@ -14,13 +14,12 @@ from .prefill_only import prefill_only
 from .together import together
 from .upstream import Call, LegFailed, Prefilled, Upstream
 
-BOOTSTRAP_PORT = 8998
 BOOTSTRAP_S = 3.0
 
 
 async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
-    bootstrap = prefill.bootstrap or f"{prefill.address.rpartition(':')[0]}:{BOOTSTRAP_PORT}"
+    bootstrap = prefill.bootstrap_address
     engine_id = await _engine(upstream, prefill, bootstrap)
     transfer_id = f"xfer-{uuid.uuid4()}"
     sends = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}

@@ -10,13 +10,12 @@ from ..workers import Worker
 from .together import together
 from .upstream import Call, Prefilled, Upstream
 
-BOOTSTRAP_PORT = 8998
 ROOM_BITS = 63
 
 
 async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, prefilled: Prefilled) -> ClientResponse:
     """See `runtime.legs.Legs`."""
-    host, _, port = (prefill.bootstrap or f"{prefill.address.rpartition(':')[0]}:{BOOTSTRAP_PORT}").rpartition(":")
+    host, _, port = prefill.bootstrap_address.rpartition(":")
     room = {
         "bootstrap_host": host.strip("[]"),
         "bootstrap_port": int(port),

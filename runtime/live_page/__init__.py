@@ -108,7 +108,8 @@ class LivePage:
             return
         self.made += 1
         ttft_s, tbt_s = _known(reservation.ttft_s), _known(reservation.tbt_s)
-        good = (ttft_s or 0.0) <= reservation.ttft_slo_s and (tbt_s or 0.0) <= reservation.tbt_slo_s
+        # as the metrics count it: good unless it is known to miss an SLO
+        good = not (reservation.ttft_s > reservation.ttft_slo_s or reservation.tbt_s > reservation.tbt_slo_s)
         self.good += good
         self.outcomes.append(
             {
@@ -118,7 +119,7 @@ class LivePage:
                 "tbt_s": tbt_s,
                 "predicted_ttft_s": _known(reservation.predicted_ttft_s),
                 "predicted_tbt_s": _known(reservation.predicted_tbt_s),
-                "good": bool(good),
+                "good": good,
             }
         )
 
@@ -126,7 +127,6 @@ class LivePage:
         """All that changes: the workers now; decisions and outcomes numbered above `after`."""
         conductor, state = self.conductor, self.conductor.state
         conductor.catch_up()
-        conductor.tell()
         state.count_blocks()
         caches = state.observer.parameters.prefill
         nodes = state.observer.parameters.decode
