@@ -33,7 +33,7 @@ def test_real_workers_are_measured(pair: VllmWorkers, tmp_path: Path) -> None:
     called = CliRunner().invoke(app, f"{urls} {options}".split())
     assert called.exit_code == 0, called.output
     said = json.loads(called.stdout)
-    assert set(said["fit"]) == {"prefill", "decode", "hand-over"}
+    assert set(said["fit"]) == {"prefill", "decode", "join", "hand-over"}
     assert said["cluster"]["model"]["kv_bytes_per_token"] == KV_BYTES_PER_TOKEN, "as NIXL's own metrics count it"
     spec = load_cluster(cluster)
     node = spec.prefill[0].profile
