@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -24,6 +25,22 @@ KV_TOKENS = 16384
 def pair(environment: Path) -> Iterator[VllmWorkers]:
     with VllmWorkers(1, 1, kv_tokens=KV_TOKENS, environment=environment) as workers:
         yield workers
+
+
+def test_workers_keep_the_cores_they_were_given(pair: VllmWorkers) -> None:
+    """vLLM's NixlConnector would have all of them on the machine's last."""
+    for name, process in pair.processes.items():
+        group = [int(p.name) for p in Path("/proc").glob("[0-9]*") if _group(int(p.name)) == process.pid]
+        assert len(group) > 1, f"{name}: a server and its engine"
+        for member in group:
+            assert os.sched_getaffinity(member) == os.sched_getaffinity(0), name
+
+
+def _group(process: int) -> int:
+    try:
+        return os.getpgid(process)
+    except ProcessLookupError:
+        return -1
 
 
 def test_real_workers_are_measured(pair: VllmWorkers, tmp_path: Path) -> None:
