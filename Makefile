@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 DEVICE ?= cpu
 BIN = $(VENV)/bin
+# A file's tests stay together: what they share is set up once.
+PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 TORCH = "torch>=2.8,<2.14"
 export UV_HTTP_TIMEOUT = 30
 
@@ -13,7 +15,7 @@ run: $(VENV)/train.ok
 	$(BIN)/python train.py
 
 test: $(VENV)/dev.ok lint
-	$(BIN)/python -m pytest -m "not slow and not live"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not live"
 
 test-slow: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m "not live"

@@ -8,6 +8,7 @@ import math
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -163,15 +164,17 @@ def test_the_tbt_of_a_request(share):
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-async def command(*arguments: str, interrupt_s: float | None = None) -> tuple[int, str, str]:
+async def command(*arguments: str, interrupt_when: Callable[[], bool] | None = None) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "runtime.loadgen", *arguments),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
     )
-    if interrupt_s is not None:
-        await asyncio.sleep(interrupt_s)
+    if interrupt_when is not None:
+        async with asyncio.timeout(120):
+            while not interrupt_when():
+                await asyncio.sleep(0.05)
         process.send_signal(signal.SIGINT)
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert process.returncode is not None
@@ -196,7 +199,9 @@ async def test_the_command(tmp_path: Path):
         assert len(records.read_text().splitlines()) == 9
         assert len(engines["p0"].bodies[0]["prompt"]) == 38
         engines["d0"].gap_s = 60.0
-        status, out, err = await command(*given, "--json", "-", interrupt_s=6.0)
+        before = len(engines["d0"].bodies)
+        under_way = lambda: len(engines["d0"].bodies) > before  # noqa: E731
+        status, out, err = await command(*given, "--json", "-", interrupt_when=under_way)
         assert status == 130 and json.loads(out)["completed"] == 0, err
 
 
