@@ -92,6 +92,7 @@ class Calibration:
     latency_s: dict[str, float]
     kv_bytes_per_token: float | None
     parts: list[Part] = field(default_factory=list)
+    times: dict[str, list[Any]] = field(default_factory=dict)  # as measured, by part
 
     @property
     def cluster(self) -> dict[str, Any]:
@@ -152,12 +153,14 @@ def calibrate(
     gateway: LiveWorker | None = None,
     kv_bytes_per_token: float | None = None,
     kv_tokens: int | None = None,
+    earlier: Calibration | None = None,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Calibration:
     """Measure two workers, or one that does both, and fit.
 
     Args:
         gateway: before the two, where clients go through one.
+        earlier: of the same workers; what was measured then counts as well. A machine's speed changes.
         kv_bytes_per_token, kv_tokens: of the model, and of a worker's KV cache; None where the workers say so.
         tell: is told what is measured, how many of it are done and how many there are.
 
@@ -174,19 +177,21 @@ def calibrate(
         raise WorkerError(f"{prefill.url}: does not say how much KV it holds; expected --kv-tokens")
     moves = prefill is not decode
 
-    times = [
-        _median([prefill.prefill(*point) for _ in range(plan.repeats)])
-        for point in _told("prefill", plan.prefills(), tell)
-    ]
+    measured: dict[str, list[Any]] = {}
+
+    def timed(part: str, points: Sequence[Point], once: Callable[[Point], Time]) -> list[Time]:
+        """The median of each point, after those of before."""
+        new = [_median([once(point) for _ in range(plan.repeats)]) for point in _told(part, points, tell)]
+        measured[part] = (earlier.times.get(part, []) if earlier else []) + new
+        return measured[part]
+
+    times = timed("prefill", plan.prefills(), lambda point: prefill.prefill(*point))
     tokens = np.array([(t.new_tokens, t.prefix_tokens, t.at_once) for t in times], float)
     new, cached, at_once = tokens.T
     terms = np.stack([np.ones_like(new), at_once, at_once * new, at_once * ((new + cached) ** 2 - cached**2)], axis=1)
     prefill_part = fit("prefill", terms, [t.seconds for t in times])
 
-    batches = [
-        _median([(gateway or decode).decode(*point, ITERATIONS) for _ in range(plan.repeats)])
-        for point in _told("decode", plan.decodes(room), tell)
-    ]
+    batches = timed("decode", plan.decodes(room), lambda point: (gateway or decode).decode(*point, ITERATIONS))
     terms = np.array([(1.0, t.batch, t.context_tokens) for t in batches])
     decode_part = fit("decode", terms, [t.seconds for t in batches])
     parts = [prefill_part, decode_part]
@@ -196,20 +201,14 @@ def calibrate(
     if moves:
         lengths = [n for n in plan.lengths() for _ in range(2)]
         moved = decode.metric("vllm:nixl_bytes_transferred_sum") or 0.0
-        hand_overs = [
-            _median([prefill.hand_over(decode, n) for _ in range(plan.repeats)])
-            for n in _told("hand-over", lengths, tell)
-        ]
+        hand_overs = timed("hand-over", lengths, lambda n: prefill.hand_over(decode, n))
         sent = plan.repeats * sum(lengths)
         counted = (decode.metric("vllm:nixl_bytes_transferred_sum") or 0.0) - moved
         kv_bytes_per_token = kv_bytes_per_token or (counted / sent if counted > 0 else None)
         if not kv_bytes_per_token:
             raise WorkerError(f"{decode.url}: does not say how large the KV is; expected --kv-bytes-per-token")
         joins = gateway.first_token if gateway is not None else lambda n: prefill.hand_over(decode, n)
-        joined = [
-            _median([(gateway or decode).join(n, joins, SHORTEST, ITERATIONS) for _ in range(plan.repeats)])
-            for n in _told("join", lengths, tell)
-        ]
+        joined = timed("join", lengths, lambda n: (gateway or decode).join(n, joins, SHORTEST, ITERATIONS))
         terms = np.array([(kv_bytes_per_token * t.tokens,) for t in joined])
         own = np.array([(0.0, 1.0, t.tokens) for t in joined]) @ decode_part.coefficients  # of the iteration it is in
         besides = own + [t.undisturbed_s for t in joined]
@@ -226,9 +225,7 @@ def calibrate(
         parts.append(part)
     if gateway is not None:
         lengths = [n for n in plan.lengths() for _ in range(2)]
-        firsts = [
-            _median([gateway.first_token(n) for _ in range(plan.repeats)]) for n in _told("gateway", lengths, tell)
-        ]
+        firsts = timed("gateway", lengths, gateway.first_token)
         n = np.array([t.tokens for t in firsts], float)
         known = np.stack([np.ones_like(n), np.ones_like(n), n, n**2], axis=1) @ prefill_part.coefficients
         known += np.stack([np.ones_like(n), np.ones_like(n), n], axis=1) @ decode_part.coefficients
@@ -254,7 +251,7 @@ def calibrate(
         host_kv_tokens=room,
         decode_kv_tokens=room,
     )
-    return Calibration(profile, latency_s, kv_bytes_per_token, parts)
+    return Calibration(profile, latency_s, kv_bytes_per_token, parts, measured)
 
 
 def fit(name: str, terms: NDArray[np.float64], seconds: Sequence[float], besides: ArrayLike = 0.0) -> Part:

@@ -198,8 +198,13 @@ def replayed(url: str, trace: Trace, slos: Slos, seed: int, say: Callable[[str],
     )
 
 
-def measured(cluster: dict[str, Any], plan: Plan, tell: Callable[[str], None]) -> Calibration:
-    """Calibrate on the first prefill and decode worker of a cluster, through a gateway before just these two."""
+def measured(
+    cluster: dict[str, Any], plan: Plan, tell: Callable[[str], None], earlier: Calibration | None = None
+) -> Calibration:
+    """Calibrate on the first prefill and decode worker of a cluster, through a gateway before just these two.
+
+    `earlier`: what was measured of them before counts as well.
+    """
     pair = [next(row for row in cluster["workers"] if row["role"] == role) for role in ("prefill", "decode")]
     with gateway(cluster | {"workers": pair}, "round_robin") as url:
         prefill, decode, front = [LiveWorker(at) for at in (*(f"http://{row['address']}" for row in pair), url)]
@@ -210,6 +215,7 @@ def measured(cluster: dict[str, Any], plan: Plan, tell: Callable[[str], None]) -
                 plan,
                 gateway=front,
                 kv_bytes_per_token=float(cluster["model"]["kv_bytes_per_token"]),
+                earlier=earlier,
                 tell=lambda what, done, total: tell(f"{what} {done} of {total}"),
             )
         finally:

@@ -1,7 +1,7 @@
 """`python -m experiments sim_to_live`: the same trace on live workers and in the gym, on one calibrated cluster.
 
-Workers are measured (`envs.calibrate`); what was found goes into one cluster file, by which the gateway decides and the
-gym simulates. Then
+Workers are measured (`envs.calibrate`) before the trace is replayed, and again after it, for a shared machine is not as
+fast at one time as at another. The gateway decides by what was found before; the gym simulates by all of it.
 
 - accuracy: one prefill and one decode worker. TTFT and TBT as clients see them, their medians and P90s, and the rank
   correlation of the requests' TTFT (Spearman's).
@@ -31,6 +31,7 @@ from .live import Seen
 
 POLICIES = ("random", "round_robin", "load_balancing", "cache_aware")  # none of them moves KV between prefill workers
 SLO = {"ttft_s": 5.0, "tbt_s": 0.5}
+REPEATS = 2  # of each measurement, before and after
 MEDIAN_WITHIN, P90_WITHIN, LEAST_CORRELATION = 0.1, 0.2, 0.8
 
 
@@ -38,8 +39,9 @@ def run(options: live.Options) -> dict[str, Any]:
     """The comparison."""
     prefills = 2 if options.ordering else 1
     with live.live_workers(options.cluster, prefills, 1) as workers:
-        found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
-        cluster = live.calibrated(workers, found, SLO)
+        plan = Plan(options.longest_tokens, options.most_requests, REPEATS)
+        before = live.measured(workers, plan, options.say)
+        cluster = live.calibrated(workers, before, SLO)
         spec = live.spec_of(cluster)
         trace = live.trace_of(options)
         policies = POLICIES if options.ordering else POLICIES[1:2]
@@ -47,12 +49,14 @@ def run(options: live.Options) -> dict[str, Any]:
         speed = options.load * sent.duration_s / live.prefill_busy_s(spec, sent, f"{policies[-1]}+none")
         sent = sent.speed_up(speed)
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
-        seen: dict[str, tuple[Seen, Seen]] = {}
+        told: dict[str, Seen] = {}
         for seed, policy in enumerate(policies, start=1):
             options.say(f"{policy}: the gateway starts")
             with live.gateway(cluster, f"{policy}+none") as url:
-                told = live.replayed(url, sent, slos, seed, options.say, policy)
-            seen[policy] = told, live.simulated(spec, sent, f"{policy}+none")
+                told[policy] = live.replayed(url, sent, slos, seed, options.say, policy)
+        found = live.measured(workers, plan, options.say, before)
+    spec = live.spec_of(live.calibrated(workers, found, SLO))
+    seen = {policy: (told[policy], live.simulated(spec, sent, f"{policy}+none")) for policy in policies}
     result: dict[str, Any] = {
         "trace": trace.name,
         "part": "training" if options.tuning else "test",
@@ -60,6 +64,7 @@ def run(options: live.Options) -> dict[str, Any]:
         "speed": speed,
         "load": options.load,
         "workers": {"prefill": spec.n_prefill, "decode": spec.n_decode},
+        "calibration_before": before.report(),
         "calibration": found.report(),
     }
     if options.ordering:
