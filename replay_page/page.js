@@ -634,5 +634,5 @@ read().then((episode) => {
   parted();
   lost();
   request();
-  document.body.dataset.ready = "yes";
+  requestAnimationFrame(() => { document.body.dataset.ready = Math.round(performance.now()); }); // milliseconds, drawn and all
 });
