@@ -941,7 +941,7 @@ def command_of(policy: str, arguments: argparse.Namespace) -> str:
 # --- command line --------------------------------------------------------------------------------
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         print(f"error: {message} (see --help)", file=sys.stderr)
         raise SystemExit(EXIT_BAD_INPUT)
@@ -961,7 +961,7 @@ def _factors(text: str) -> list[float]:
     return [_factor(part) for part in text.split(",")]
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
+def at_least(smallest: int) -> Callable[[str], int]:
     def integer(text: str) -> int:
         try:
             value = int(text)
@@ -1002,9 +1002,38 @@ def suite_policies() -> list[str]:
     return ["learned", *tuned().values()]
 
 
+def cell_options(made: argparse.ArgumentParser) -> None:
+    """Add the options that say which cells."""
+    add = made.add_argument
+    add("--trace", action="append", type=_names, metavar="FILE",
+        help=f"any public trace, builtin:NAME or mooncake:NAME (default {DEFAULT_TRACE})")  # fmt: skip
+    add("--suite", metavar="NAME|FILE",
+        help=f"evaluate a suite's cells: {', '.join(suite_names())}, or a YAML file like envs/suites.yaml")  # fmt: skip
+    add("--cells", metavar="GLOB", help="of a suite, only the cells of these names, such as '*-1.5x'")
+    add("--part", action="append", type=_names, metavar="|".join(PARTS),
+        help="part of the trace, cut by time 60/20/20 (default test)")  # fmt: skip
+    add(
+        "--cluster", action="append", type=_names, metavar="NAME", help=f"default {DEFAULT_CLUSTER}"
+    )
+    add("--load", action="append", type=_factors, metavar="X",
+        help="arrival speed, times the trace's own (default 1; without --trace, several)")  # fmt: skip
+    add("--capacity", action="append", type=_factors, metavar="X",
+        help="load as a multiple of capacity: the highest load at which --reference meets 90 %%")  # fmt: skip
+    add(
+        "--reference",
+        default="conductor",
+        metavar="POLICY",
+        help="for --capacity (default conductor)",
+    )
+    add("--seeds", type=at_least(1), metavar="N",
+        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS}; the suite's)")  # fmt: skip
+    add("--warmup", type=at_least(0), default=0, metavar="N",
+        help="requests before the part (of a whole trace its first) to simulate, not count (default 0)")  # fmt: skip
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line, with lists of policies and clusters in its help."""
-    made = _Parser(
+    made = Parser(
         prog="leaderboard.py",
         description="Compare schedulers of a prefill/decode cluster on traces, with confidence "
         "intervals. Every policy replays the same requests; the score is goodput under SLO.",
@@ -1021,32 +1050,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="A,B,...",
         help="default: all heuristics; of a suite, as tuned, and the learned policy",
     )
-    add("--trace", action="append", type=_names, metavar="FILE",
-        help=f"any public trace, builtin:NAME or mooncake:NAME (default {DEFAULT_TRACE})")  # fmt: skip
-    add("--suite", metavar="NAME|FILE",
-        help=f"evaluate a suite's cells: {', '.join(suite_names())}, or a YAML file like envs/suites.yaml")  # fmt: skip
-    add("--cells", metavar="GLOB", help="of a suite, only the cells of these names, such as '*-1.5x'")
+    cell_options(made)
     add("--log", metavar="FOLDER",
         help="evaluate from a decision log instead: agreement, weighted and direct estimates, replay")  # fmt: skip
-    add("--part", action="append", type=_names, metavar="|".join(PARTS),
-        help="part of the trace, cut by time 60/20/20 (default test)")  # fmt: skip
-    add(
-        "--cluster", action="append", type=_names, metavar="NAME", help=f"default {DEFAULT_CLUSTER}"
-    )
-    add("--load", action="append", type=_factors, metavar="X",
-        help="arrival speed, times the trace's own (default 1; without --trace, several)")  # fmt: skip
-    add("--capacity", action="append", type=_factors, metavar="X",
-        help="load as a multiple of capacity: the highest load at which --reference meets 90 %%")  # fmt: skip
-    add(
-        "--reference",
-        default="conductor",
-        metavar="POLICY",
-        help="for --capacity (default conductor)",
-    )
-    add("--seeds", type=_at_least(1), metavar="N",
-        help=f"replays per cell; the first is the trace as it is (default {DEFAULT_SEEDS}; the suite's)")  # fmt: skip
-    add("--warmup", type=_at_least(0), default=0, metavar="N",
-        help="requests before the part (of a whole trace its first) to simulate, not count (default 0)")  # fmt: skip
     add("--sustained", action=argparse.BooleanOptionalAction, default=None,
         help="also search the highest load at 90 %% and 99 %% attainment (on without arguments)")  # fmt: skip
     add("--headroom", action="store_true", help="also say what no policy can exceed in each cell (an upper bound)")
@@ -1060,7 +1066,7 @@ def parser() -> argparse.ArgumentParser:
     add("--site", metavar="FOLDER", help="write a static site: rankings, filters, curves; open its index.html")
     add(
         "--jobs",
-        type=_at_least(1),
+        type=at_least(1),
         default=os.cpu_count() or 1,
         metavar="N",
         help="threads (default: CPUs)",
@@ -1213,7 +1219,7 @@ def chosen_suite(arguments: argparse.Namespace) -> Suite | None:
             raise LeaderboardError(f"--cells {arguments.cells} chooses from a suite; expected --suite with it")
         return None
     for option in ("trace", "part", "cluster", "load", "capacity", "warmup", "log"):
-        if getattr(arguments, option):
+        if getattr(arguments, option, None):
             raise LeaderboardError(f"--{option} does not go with --suite: its cells say it (--cells chooses some)")
     return load_suite(arguments.suite)
 
@@ -1281,17 +1287,22 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+    """Exit code: see `exit_code`."""
     arguments = parser().parse_args(given)
+    return exit_code(lambda: run(arguments, sys.argv[1:] if given is None else given), arguments.debug)
+
+
+def exit_code(command: Callable[[], None], debug: bool) -> int:
+    """Of a command: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
     sys.path.insert(0, os.getcwd())  # module:Class is looked for where the command runs
     try:
-        run(arguments, sys.argv[1:] if given is None else given)
+        command()
     except BrokenPipeError:
         # The reader of our output went away; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (LeaderboardError, PolicyError, SpecError, TraceError, OSError, MemoryError) as error:
-        if arguments.debug:
+        if debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return EXIT_BAD_INPUT

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -234,7 +234,7 @@ class Simulator:
         *traces: Trace,
         clusters: int = 1,
         requests: int | None = None,
-    ) -> Simulator:
+    ) -> Self:
         """Clusters with room for any window of `requests` consecutive requests of any of `traces`, or for the whole."""
         runs = [Runs.of(trace) for trace in traces]
         requests = max(trace.n_requests for trace in traces) if requests is None else requests

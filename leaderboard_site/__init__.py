@@ -1,7 +1,8 @@
 """The leaderboard as a static site: a folder that opens from a disk or any web server and loads nothing else.
 
-`python leaderboard.py ... --site FOLDER` writes the page (index.html, page.css, page.js, the files beside this one)
-and `result.js`, the run's result as one constant: a page opened from a disk may run a script, not fetch a file.
+`python leaderboard.py ... --site FOLDER` writes the page (index.html, page.css, page.js: the files beside this one, and
+what all `pages` have) and `result.js`, the run's result as one constant: a page on a disk may run a script, but
+fetch no file.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+
+from pages import script, style
 
 _HERE = Path(__file__).parent
 PAGE = ("index.html", "page.css", "page.js")
@@ -38,8 +41,9 @@ def write_site(result: dict[str, Any], folder: Path) -> None:
         OSError: the folder cannot be written to.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    for name in PAGE:
-        (folder / name).write_bytes((_HERE / name).read_bytes())
+    texts = ((_HERE / "index.html").read_text(encoding="utf-8"), style(_HERE), script(_HERE))
+    for name, text in zip(PAGE, texts, strict=True):
+        (folder / name).write_text(text, encoding="utf-8")
     text = json.dumps(shown(result), separators=(",", ":"), allow_nan=False)
     (folder / "result.js").write_text(f"const RESULT = {text};\n", encoding="utf-8")
 

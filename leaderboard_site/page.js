@@ -1,7 +1,5 @@
-"use strict";
-// Draws RESULT (result.js). What the filters show is averaged here, by the rule of leaderboard.py. No name is ever put in as HTML.
+// Draws RESULT (result.js). What the filters show is averaged here, by the rule of leaderboard.py.
 
-const SVG = new DOMParser().parseFromString("<svg></svg>", "text/html").querySelector("svg").namespaceURI; // its name looks like an address
 const DRAWN = 6; // policies that the charts draw at first
 const COLOURS = 8, DASHES = ["", "6 3", "2 2", "8 2 2 2"];
 const LOST = [["rejected_at_arrival", "rejected at arrival"], ["rejected_at_decode", "rejected at decode"], ["violated_ttft", "TTFT violated"], ["violated_tbt", "TBT violated"]];
@@ -19,25 +17,7 @@ const bounded = cells.every((cell) => cell.bound !== undefined);
 const clairvoyant = policies.find((policy) => !policy.competes)?.policy;
 let drawn = new Set();
 
-const at = (id) => document.getElementById(id);
-function element(name, text = "", attributes = {}) {
-  const made = document.createElement(name);
-  if (text !== "") made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-}
-function shape(name, attributes, text = "") {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== "") made.textContent = text;
-  return made;
-}
-const known = (value) => value !== null && value !== undefined;
-const fixed = (digits) => (value) => known(value) ? value.toFixed(digits) : "–";
-const short = (value) => String(Number(value.toPrecision(3)));
-const percent = (value) => known(value) ? `${(100 * value).toFixed(1)} %` : "–";
 const signed = (value) => `${value < 0 ? "−" : "+"}${Math.abs(value).toFixed(4)}`;
-const whole = (value) => known(value) ? Math.round(value).toLocaleString("en") : "–";
 const mean = (values) => values.length && values.every(known) ? values.reduce((a, b) => a + b, 0) / values.length : null;
 const span = (low, high) => `${low.toFixed(3)}–${high.toFixed(3)}`;
 
@@ -61,23 +41,6 @@ const shownCells = () => cells.filter((cell) => FILTERS.every(([id, of]) => [...
 const link = (kind, name, text = name) => element("a", text, { href: `#${kind}=${encodeURIComponent(name)}` });
 
 // --- tables
-
-// Columns are [heading, of a row: text or node, class].
-function fill(id, caption, columns, rows, heads = 1) {
-  const head = element("thead"), line = element("tr"), body = element("tbody");
-  for (const [heading, , kind = "number"] of columns) line.append(element("th", heading, { scope: "col", class: kind }));
-  head.append(line);
-  for (const each of rows) {
-    const made = element("tr");
-    columns.forEach(([, of, kind = "number"], i) => {
-      const value = of(each), cell = i === heads - 1 ? element("th", "", { scope: "row" }) : element("td", "", { class: kind });
-      cell.append(value);
-      made.append(cell);
-    });
-    body.append(made);
-  }
-  at(id).replaceChildren(element("caption", caption, { class: "legend" }), head, body);
-}
 
 function ranked(among) {
   return policies
@@ -153,8 +116,6 @@ function cellTable(among) {
 
 // --- charts
 
-const W = 440, H = 230, LEFT = 44, BOTTOM = 24, TOP = 8, RIGHT = 10;
-const scale = (from, to, low, high) => (v) => Number((from + (to - from) * (high > low ? (v - low) / (high - low) : 0.5)).toFixed(1));
 const colour = (policy) => policyOf.get(policy).number % COLOURS;
 const dash = (policy) => DASHES[Math.floor(policyOf.get(policy).number / COLOURS) % DASHES.length];
 function sample(policy) {
@@ -170,13 +131,6 @@ function key(names) {
     made.append(entry);
   }
   return made;
-}
-function frame(label, xs, ys, x, y) {
-  const svg = shape("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": label });
-  svg.append(shape("path", { class: "axis", d: `M${LEFT} ${TOP}V${H - BOTTOM}H${W - RIGHT}` }));
-  for (const [value, text] of ys) svg.append(shape("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end" }, text));
-  for (const [value, text] of xs) svg.append(shape("text", { x: x(value), y: H - 8, "text-anchor": "middle" }, text));
-  return svg;
 }
 const drawnPolicies = () => policies.map((p) => p.policy).filter((name) => drawn.has(name));
 

@@ -49,6 +49,8 @@ def test_containerfile():
     assert all((ROOT / name).exists() for name in copied), copied
     packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} & {
         "envs",
+        "leaderboard_site",
+        "pages",
         "policies",
         "runtime",
         "traces",

@@ -2,7 +2,7 @@
 
 `GET /live` is the page; it asks `GET /live/state?after=N` once a second, which answers with the workers as they are now
 and with what was decided and what ended since decision N. `GET /live/why?id=ID` explains a decision. The page is three
-files beside this one and loads nothing else.
+files, those beside this one with what all `pages` have, and loads nothing else.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import orjson
 from aiohttp import web
 from google.protobuf.json_format import MessageToDict
 
+from pages import script, style
+
 from ..conductor import Conductor, Made
 from ..live_state import Reservation
 from ..metrics import WorkerGauges
@@ -27,9 +29,9 @@ from ..server import explanation_of
 KEPT = 500  # decisions, and outcomes: what the charts show
 _HERE = Path(__file__).parent
 _FILES = {
-    "": ("index.html", "text/html"),
-    "page.js": ("page.js", "text/javascript"),
-    "page.css": ("page.css", "text/css"),
+    "": ((_HERE / "index.html").read_text(encoding="utf-8"), "text/html"),
+    "page.js": (script(_HERE), "text/javascript"),
+    "page.css": (style(_HERE), "text/css"),
 }
 _HEADERS = {  # the page is its own; nothing may be loaded from elsewhere, nor frame it
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
@@ -173,8 +175,8 @@ class LivePage:
 
     def add_routes(self, app: web.Application) -> None:
         """GET /live, and what the page asks for."""
-        for name, (file, kind) in _FILES.items():
-            app.router.add_get(f"/live/{name}" if name else "/live", _file(file, kind))
+        for name, (text, kind) in _FILES.items():
+            app.router.add_get(f"/live/{name}" if name else "/live", _file(text, kind))
         app.router.add_get("/live/state", self._get_state)
         app.router.add_get("/live/why", self._get_why)
 
@@ -204,10 +206,8 @@ def _json(fields: dict[str, Any]) -> web.Response:
     return web.Response(body=orjson.dumps(fields), content_type="application/json", headers=_HEADERS)
 
 
-def _file(name: str, kind: str) -> Callable[[web.Request], Any]:
-    body = (_HERE / name).read_bytes()
-
+def _file(text: str, kind: str) -> Callable[[web.Request], Any]:
     async def get(request: web.Request) -> web.Response:
-        return web.Response(body=body, content_type=kind, charset="utf-8", headers=_HEADERS)
+        return web.Response(text=text, content_type=kind, charset="utf-8", headers=_HEADERS)
 
     return get

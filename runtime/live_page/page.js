@@ -1,32 +1,14 @@
-"use strict";
-// The page asks for what is new once a second and draws it. No text of a request is ever put in as HTML.
+// The page asks for what is new once a second and draws it.
 
 const KEPT = 500;
 const SHOWN = 60; // decisions in the table
 const TILES = 40; // workers of a pool above which tiles are small
 let after = 0, decisions = [], outcomes = [], asked = false;
-const at = (id) => document.getElementById(id);
-const SVG = "http://www.w3.org/2000/svg";
 
-function element(name, text = "", attributes = {}) {
-  const made = document.createElement(name);
-  if (text !== "") made.textContent = text;
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  return made;
-}
-function drawn(name, attributes, text = "") {
-  const made = document.createElementNS(SVG, name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  if (text !== "") made.textContent = text;
-  return made;
-}
-const seconds = (s) => s === null || s === undefined ? "–" : s === 0 ? "0" : s >= 1 ? `${s.toFixed(2)} s` : `${(s * 1e3).toFixed(s < 0.01 ? 2 : 0)} ms`;
-const percent = (a, b) => b ? `${(100 * a / b).toFixed(1)} %` : "–";
 const quantile = (values, q) => {
   const known = values.filter((v) => v !== null).sort((a, b) => a - b);
   return known.length ? known[Math.min(known.length - 1, Math.floor(q * known.length))] : null;
 };
-const count = (n) => n.toLocaleString("en");
 
 function show(state) {
   at("cluster").textContent = state.cluster;
@@ -44,10 +26,10 @@ function show(state) {
   overTime("ttft", "ttft_s", state.slo.ttft_s);
   overTime("tbt", "tbt_s", state.slo.tbt_s);
   predicted();
-  bars("rejected", Object.entries(state.rejected).map(([name, n]) => [name.replace("rejected-", ""), n]), count, "nothing was rejected");
+  bars("rejected", Object.entries(state.rejected).map(([name, n]) => [name.replace("rejected-", ""), n]), whole, "nothing was rejected");
   cache(state);
   at("shadow-section").hidden = !state.shadow;
-  at("shadow").textContent = `${state.shadow} would have decided the same ${percent(state.shadow_agreed, state.shadow_asked)} of ${count(state.shadow_asked)} times.`;
+  at("shadow").textContent = `${state.shadow} would have decided the same ${percent(state.shadow_agreed / state.shadow_asked)} of ${whole(state.shadow_asked)} times.`;
   table();
 }
 
@@ -61,18 +43,18 @@ function figures(state) {
   const finished = state.ended.finished || 0;
   const recent = outcomes.slice(-200);
   const rows = [
-    ["in flight", count(state.in_flight)],
-    ["assigned", count(state.assigned)],
-    ["rejected", count(rejected)],
-    ["finished", count(finished)],
-    ["failed or expired", count(Object.values(state.ended).reduce((a, b) => a + b, 0) - finished)],
-    ["within both SLOs", percent(state.good, finished)],
+    ["in flight", whole(state.in_flight)],
+    ["assigned", whole(state.assigned)],
+    ["rejected", whole(rejected)],
+    ["finished", whole(finished)],
+    ["failed or expired", whole(Object.values(state.ended).reduce((a, b) => a + b, 0) - finished)],
+    ["within both SLOs", percent(state.good / finished)],
     [`TTFT p50 (SLO ${seconds(state.slo.ttft_s)})`, seconds(quantile(recent.map((o) => o.ttft_s), 0.5))],
     ["TTFT p90", seconds(quantile(recent.map((o) => o.ttft_s), 0.9))],
     [`TBT p50 (SLO ${seconds(state.slo.tbt_s)})`, seconds(quantile(recent.map((o) => o.tbt_s), 0.5))],
     ["TBT p90", seconds(quantile(recent.map((o) => o.tbt_s), 0.9))],
     ["decision p50", `${(quantile(decisions.slice(-200).map((d) => d.decision_us), 0.5) ?? 0).toFixed(0)} µs`],
-    ["prompt tokens reused", percent(decisions.reduce((a, d) => a + (d.reused_tokens || 0), 0), decisions.reduce((a, d) => a + (d.reason ? 0 : d.tokens), 0))],
+    ["prompt tokens reused", percent(decisions.reduce((a, d) => a + (d.reused_tokens || 0), 0) / decisions.reduce((a, d) => a + (d.reason ? 0 : d.tokens), 0))],
   ];
   const list = at("now");
   if (list.children.length !== rows.length) list.replaceChildren(...rows.map(() => { const row = element("div"); row.append(element("dt"), element("dd")); return row; }));
@@ -90,9 +72,9 @@ function loadOf(worker, slo) {
 function about(worker, slo) {
   const parts = [`${worker.id} (${worker.role}): ${worker.up ? "up" : "down"}`];
   if (worker.note) parts.push(worker.note);
-  if (worker.queue_s !== undefined) parts.push(`queue ${seconds(worker.queue_s)}, ${count(worker.pending || 0)} requests`);
-  if (worker.device_blocks !== undefined) parts.push(`cache: device ${count(worker.device_blocks)}, host ${count(worker.host_blocks)} blocks`);
-  if (worker.batch !== undefined && worker.batch !== null) parts.push(`batch ${count(worker.batch)}, KV ${percent(worker.kv_tokens, worker.kv_capacity)}, TBT ${seconds(worker.tbt_s)}`);
+  if (worker.queue_s !== undefined) parts.push(`queue ${seconds(worker.queue_s)}, ${whole(worker.pending || 0)} requests`);
+  if (worker.device_blocks !== undefined) parts.push(`cache: device ${whole(worker.device_blocks)}, host ${whole(worker.host_blocks)} blocks`);
+  if (worker.batch !== undefined && worker.batch !== null) parts.push(`batch ${whole(worker.batch)}, KV ${percent(worker.kv_tokens / worker.kv_capacity)}, TBT ${seconds(worker.tbt_s)}`);
   parts.push(`load ${(100 * loadOf(worker, slo)).toFixed(0)} % of the SLO`);
   if (worker.metrics_age_s !== null && worker.metrics_age_s !== undefined) parts.push(`metrics ${seconds(worker.metrics_age_s)} old`);
   return parts.join("; ");
@@ -124,7 +106,7 @@ function pools(state) {
       const load = loadOf(worker, state.slo);
       tile.className = `tile ${worker.up ? load >= 1 ? "over" : load >= 0.5 ? "busy" : "calm" : "down"}`;
       tile.children[0].textContent = worker.id;
-      tile.children[1].textContent = worker.role === "decode" ? `batch ${count(worker.batch || 0)}` : `queue ${seconds(worker.queue_s)}`;
+      tile.children[1].textContent = worker.role === "decode" ? `batch ${whole(worker.batch || 0)}` : `queue ${seconds(worker.queue_s)}`;
       tile.children[2].style.width = `${Math.min(100, 100 * load)}%`;
       const text = about(worker, state.slo);
       if (tile.title !== text) { tile.title = text; tile.setAttribute("aria-label", text); }
@@ -132,30 +114,20 @@ function pools(state) {
   }
 }
 
-const W = 420, H = 200, LEFT = 52, BOTTOM = 22, TOP = 8, RIGHT = 8;
-function frame(label, xTicks, yTicks, x, y) {
-  const svg = drawn("svg", { viewBox: `0 0 ${W} ${H}`, role: "img", "aria-label": label });
-  svg.append(drawn("path", { class: "axis", fill: "none", d: `M${LEFT} ${TOP}V${H - BOTTOM}H${W - RIGHT}` }));
-  for (const [value, text] of yTicks) svg.append(drawn("text", { x: LEFT - 4, y: y(value) + 4, "text-anchor": "end" }, text));
-  for (const [value, text] of xTicks) svg.append(drawn("text", { x: x(value), y: H - 6, "text-anchor": "middle" }, text));
-  return svg;
-}
 function put(id, svg, empty) {
   at(id).replaceChildren(svg || element("figcaption", empty));
 }
-const linear = (from, to, low, high) => (v) => from + (to - from) * (high > low ? (v - low) / (high - low) : 0.5);
-
 function overTime(id, field, slo) {
   const points = outcomes.filter((o) => o[field] !== null);
   if (!points.length) return put(id, null, "no request has ended yet");
   const now = points[points.length - 1].at_s, first = points[0].at_s;
   const top = Math.max(slo * 1.15, quantile(points.map((p) => p[field]), 0.99));
-  const x = linear(LEFT, W - RIGHT, first, now), y = linear(H - BOTTOM, TOP, 0, top);
+  const x = scale(LEFT, W - RIGHT, first, now), y = scale(H - BOTTOM, TOP, 0, top);
   const over = points.filter((p) => p[field] > slo).length;
   const label = `${id.toUpperCase()} of the last ${points.length} requests: median ${seconds(quantile(points.map((p) => p[field]), 0.5))}, ${over} above the SLO of ${seconds(slo)}`;
   const svg = frame(label, [[first, `${Math.round(now - first)} s ago`], [now, "now"]].map(([v, t], i) => [i ? v - (now - first) * 0.03 : v + (now - first) * 0.08, t]), [[0, "0"], [slo, seconds(slo)], [top, ""]], x, y);
-  svg.append(drawn("path", { class: "slo", d: `M${LEFT} ${y(slo)}H${W - RIGHT}` }));
-  for (const p of points) svg.append(drawn("circle", { class: p[field] > slo ? "point bad" : "point", r: 2.2, cx: x(p.at_s), cy: y(Math.min(top, p[field])) }));
+  svg.append(shape("path", { class: "slo", d: `M${LEFT} ${y(slo)}H${W - RIGHT}` }));
+  for (const p of points) svg.append(shape("circle", { class: p[field] > slo ? "point bad" : "point", r: 2.2, cx: x(p.at_s), cy: y(Math.min(top, p[field])) }));
   put(id, svg);
 }
 
@@ -164,24 +136,24 @@ function predicted() {
   if (!points.length) return put("predicted", null, "no request has ended yet");
   const all = points.flatMap((p) => [p.ttft_s, p.predicted_ttft_s]);
   const low = Math.log10(Math.min(...all)), high = Math.log10(Math.max(...all));
-  const x = linear(LEFT, W - RIGHT, low, high), y = linear(H - BOTTOM, TOP, low, high);
+  const x = scale(LEFT, W - RIGHT, low, high), y = scale(H - BOTTOM, TOP, low, high);
   const error = quantile(points.map((p) => Math.abs(p.predicted_ttft_s / p.ttft_s - 1)), 0.5);
   const ticks = [low, (low + high) / 2, high].map((v) => [v, seconds(10 ** v)]);
   const svg = frame(`Predicted against actual TTFT, both logarithmic: half of the predictions are within ${(100 * error).toFixed(0)} %`, ticks.slice(1, 2), ticks, x, y);
-  svg.append(drawn("path", { class: "axis", d: `M${x(low)} ${y(low)}L${x(high)} ${y(high)}` }));
-  for (const p of points) svg.append(drawn("circle", { class: p.good ? "point" : "point bad", r: 2.2, cx: x(Math.log10(p.ttft_s)), cy: y(Math.log10(p.predicted_ttft_s)) }));
-  svg.append(drawn("text", { x: W - RIGHT, y: H - BOTTOM - 6, "text-anchor": "end" }, `actual; median error ${(100 * error).toFixed(0)} %`));
+  svg.append(shape("path", { class: "axis", d: `M${x(low)} ${y(low)}L${x(high)} ${y(high)}` }));
+  for (const p of points) svg.append(shape("circle", { class: p.good ? "point" : "point bad", r: 2.2, cx: x(Math.log10(p.ttft_s)), cy: y(Math.log10(p.predicted_ttft_s)) }));
+  svg.append(shape("text", { x: W - RIGHT, y: H - BOTTOM - 6, "text-anchor": "end" }, `actual; median error ${(100 * error).toFixed(0)} %`));
   put("predicted", svg);
 }
 
 function bars(id, rows, text, empty) {
   if (!rows.length) return put(id, null, empty);
   const most = Math.max(...rows.map(([, n]) => n), 1e-9), step = 26, height = step * rows.length + 6;
-  const svg = drawn("svg", { viewBox: `0 0 ${W} ${height}`, role: "img", "aria-label": rows.map(([name, n]) => `${name}: ${text(n)}`).join(", ") });
+  const svg = shape("svg", { viewBox: `0 0 ${W} ${height}`, role: "img", "aria-label": rows.map(([name, n]) => `${name}: ${text(n)}`).join(", ") });
   rows.forEach(([name, n], i) => {
-    svg.append(drawn("text", { x: 110, y: step * i + 18, "text-anchor": "end" }, name));
-    svg.append(drawn("rect", { class: "bar", x: 116, y: step * i + 6, height: step - 9, width: Math.max(1, 220 * n / most) }));
-    svg.append(drawn("text", { x: 122 + 220 * n / most, y: step * i + 18 }, text(n)));
+    svg.append(shape("text", { x: 110, y: step * i + 18, "text-anchor": "end" }, name));
+    svg.append(shape("rect", { class: "bar", x: 116, y: step * i + 6, height: step - 9, width: Math.max(1, 220 * n / most) }));
+    svg.append(shape("text", { x: 122 + 220 * n / most, y: step * i + 18 }, text(n)));
   });
   put(id, svg);
 }
@@ -196,14 +168,14 @@ function cache(state) {
   }
   sums.index = [state.index.blocks, state.index.capacity];
   const rows = Object.entries(sums).map(([tier, [used, size]]) => [tier, size ? used / size : 0, used]);
-  bars("cache", rows.map(([tier, share, used]) => [`${tier} (${count(used)})`, share]), (share) => `${(100 * share).toFixed(1)} %`, "");
+  bars("cache", rows.map(([tier, share, used]) => [`${tier} (${whole(used)})`, share]), percent, "");
 }
 
 function table() {
   const rows = decisions.slice(-SHOWN).reverse().map((d) => {
     const row = element("tr");
     const where = d.reason ? d.reason : `${d.prefill} → ${d.decode}`;
-    const cells = [`${d.at_s.toFixed(1)} s`, d.id.length > 24 ? `…${d.id.slice(-22)}` : d.id, count(d.tokens), where, d.reason ? "–" : `${count(d.reused_tokens)} ${d.reused_tokens ? d.source : ""}`, seconds(d.ttft_s), seconds(d.tbt_s), `${d.decision_us.toFixed(0)} µs`];
+    const cells = [`${d.at_s.toFixed(1)} s`, d.id.length > 24 ? `…${d.id.slice(-22)}` : d.id, whole(d.tokens), where, d.reason ? "–" : `${whole(d.reused_tokens)} ${d.reused_tokens ? d.source : ""}`, seconds(d.ttft_s), seconds(d.tbt_s), `${d.decision_us.toFixed(0)} µs`];
     cells.forEach((text, i) => row.append(element("td", text, i === 3 && d.reason ? { class: "bad" } : {})));
     const cell = element("td"), button = element("button", "why", { type: "button", "aria-label": `why ${d.id}`, "data-id": d.id });
     button.addEventListener("click", () => why(d.id));
@@ -228,7 +200,7 @@ async function why(id) {
     for (const each of rows) {
       const row = element("tr");
       row.append(element("th", each.chosen ? `▸ ${each.id}` : each.id, { scope: "row" }));
-      for (const field of fields) row.append(element("td", field.endsWith("_s") ? seconds(each[field]) : count(Math.round(each[field]))));
+      for (const field of fields) row.append(element("td", field.endsWith("_s") ? seconds(each[field]) : whole(Math.round(each[field]))));
       made.append(row);
     }
     return made;
