@@ -17,10 +17,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -42,6 +43,7 @@ from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, m
 from policies.artifact import OnnxPolicy
 from policies.clairvoyant import Clairvoyant
 from policies.describe import Fact, describe
+from policies.executor import far_executor
 from policies.tuned import tuned
 from submissions import sandbox
 from submissions.folder import Submission, SubmissionError, printable, read_submission, submission_folders
@@ -214,6 +216,14 @@ def make_setting(trace: Trace, part: Part, cluster: str) -> Setting:
 # --- replays -------------------------------------------------------------------------------------
 
 
+class Place(Enum):
+    """Where a task may run."""
+
+    HERE = "in the thread that asks"
+    THREADS = "in threads of this process"
+    ANYWHERE = "in any process"
+
+
 class Contestant:
     """A policy by name. Compiled ones are copied for each replay, so replays may run in threads.
 
@@ -236,9 +246,12 @@ class Contestant:
         return isinstance(self.policy, CompiledPolicy)
 
     @property
-    def threaded(self) -> bool:
-        """Whether its replays may run side by side."""
-        return self.compiled
+    def place(self) -> Place:
+        """Where its replays may run."""
+        return Place.ANYWHERE if self.compiled else Place.HERE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Contestant, (self.name,)  # made anew where it is sent to: machine code cannot be sent
 
     @property
     def competes(self) -> bool:
@@ -272,7 +285,7 @@ class Submitted(Contestant):
     So that nothing it saw in one batch is known in the next. The first process has a twin (see `submissions.isolated`).
     """
 
-    compiled, threaded, competes = False, True, True
+    compiled, competes, place = False, True, Place.THREADS
 
     def __init__(self, submission: Submission, limits: Limits) -> None:
         self.submission = submission
@@ -475,19 +488,24 @@ class Progress:
 
 
 class Pool:
-    """Threads for compiled policies and submissions; other stepped ones run in the caller's."""
+    """Where tasks run: in threads of this process, or, those that may run anywhere, on `anywhere` if given."""
 
-    def __init__(self, jobs: int, progress: Progress) -> None:
-        self.threads = ThreadPoolExecutor(jobs)
+    def __init__(self, jobs: int, progress: Progress, anywhere: Executor | None = None) -> None:
+        threads = ThreadPoolExecutor(jobs)
+        self.executors = {Place.THREADS: threads, Place.ANYWHERE: anywhere or threads}
         self.progress = progress
 
-    def run(self, what: str, tasks: Sequence[tuple[bool, Callable[[], Any]]]) -> list[Any]:
-        """Results of tasks (in threads?, function), in order."""
+    def run(self, what: str, tasks: Sequence[tuple[Place, Callable[[], Any]]]) -> list[Any]:
+        """Results of tasks, in order."""
         results: list[Any] = [None] * len(tasks)
         with self.progress.stage(what, len(tasks)):
-            futures = {self.threads.submit(work): i for i, (threaded, work) in enumerate(tasks) if threaded}
-            for i, (threaded, work) in enumerate(tasks):
-                if not threaded:
+            futures = {
+                self.executors[place].submit(work): i
+                for i, (place, work) in enumerate(tasks)
+                if place is not Place.HERE
+            }
+            for i, (place, work) in enumerate(tasks):
+                if place is Place.HERE:
                     results[i] = work()
                     self.progress.advance()
             for future in as_completed(futures):
@@ -538,7 +556,7 @@ def evaluate(
         found = pool.run(
             "sustained loads",
             [
-                (c.threaded, partial(unless_disqualified, c, partial(sustained_loads, c, s, seeds, TARGETS)))
+                (c.place, partial(unless_disqualified, c, partial(sustained_loads, c, s, seeds, TARGETS)))
                 for c, s in pairs
             ],
         )
@@ -554,7 +572,7 @@ def evaluate(
     bounds: dict[Cell, dict[str, Any]] = {}
     if headroom:
         landed_s = [max(goods[contestant, cell].landing_s for contestant in contestants) for cell in cells]
-        bounding = [(True, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
+        bounding = [(Place.ANYWHERE, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
         bounds = dict(zip(cells, pool.run("bounds", bounding), strict=True))
     rows: list[dict[str, Any]] = []
     comparisons = []
@@ -619,14 +637,14 @@ def _play_all(
 ) -> tuple[dict[tuple[Contestant, Cell], dict[str, Any]], Goods]:
     """Scores and good requests. Compiled policies: a task per cell. Stepped ones: a task per setting, all loads in a
     batch."""
-    tasks: list[tuple[bool, Callable[[], list[tuple[dict[str, Any], Good]] | None]]] = []
+    tasks: list[tuple[Place, Callable[[], list[tuple[dict[str, Any], Good]] | None]]] = []
     groups: list[tuple[Contestant, Sequence[Cell]]] = []
     for setting in settings:
         here = [cell for cell in cells if cell.setting is setting]
         for contestant in contestants:
             for group in [[cell] for cell in here] if contestant.compiled else [here]:
                 play = partial(_play, contestant, group, seeds)
-                tasks.append((contestant.threaded, partial(unless_disqualified, contestant, play)))
+                tasks.append((contestant.place, partial(unless_disqualified, contestant, play)))
                 groups.append((contestant, group))
     scores: dict[tuple[Contestant, Cell], dict[str, Any]] = {}
     goods: Goods = {}
@@ -842,7 +860,7 @@ def evaluate_log(
     if setting is not None and logging is not None:
         everyone = {contestant.name: contestant for contestant in (*contestants, logging)}
         runs = [(1.0, seed) for seed in range(len(setting.part.traces))]
-        tasks = [(c.compiled, partial(c.replays, setting, runs)) for c in everyone.values()]
+        tasks = [(c.place, partial(c.replays, setting, runs)) for c in everyone.values()]
         replays = dict(zip(everyone, pool.run("replays", tasks), strict=True))
         share = float((columns["policy"] == logging.name).mean())
         model = {"policy": logging.name, "cluster": setting.cluster, "share_decided": share}
@@ -1198,6 +1216,8 @@ def parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE.png", help="plot goodput over load")
     add("--markdown", metavar="FILE.md", help="write tables of the policies and the cells for a document")
     add("--site", metavar="FOLDER", help="write a static site: rankings, filters, curves; open its index.html")
+    add("--ray", nargs="?", const="", metavar="ADDRESS",
+        help="compiled policies on a Ray cluster (auto, HOST:PORT); without ADDRESS, one of this machine")  # fmt: skip
     add(
         "--jobs",
         type=_at_least(1),
@@ -1312,7 +1332,7 @@ def make_cells(
     found: dict[Setting, metrics.Highest] = {}
     if of_capacity:
         policy = Contestant(reference)
-        searches = [(policy.compiled, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
+        searches = [(policy.place, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
         found = {s: highest for s, (highest,) in zip(of_capacity, pool.run("capacities", searches), strict=True)}
     cells, capacities = [], []
     for setting, loads, shares in wanted:
@@ -1361,7 +1381,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     if arguments.rerun:
         return rerun(arguments)
     if arguments.log:
-        run_log(arguments, names_of(arguments, None))
+        run_log(arguments, names_of(arguments, chosen_suite(arguments)))
         return 0
     check_outputs(arguments)
     result = result_of(arguments, given)
@@ -1429,16 +1449,17 @@ def result_of(arguments: argparse.Namespace, given: Sequence[str]) -> Result:
     wanted = suite_wanted(suite, arguments.cells or "*", arguments.seeds) if suite else make_wanted(arguments)
     asked = (suite, arguments.policies, arguments.trace, arguments.load, arguments.capacity, arguments.submissions)
     sustained = not any(asked) if arguments.sustained is None else arguments.sustained
-    pool = Pool(arguments.jobs, Progress())
-    cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
-    result = evaluate(
-        contestants,
-        cells,
-        seeds=range(arguments.seeds),
-        sustained=sustained,
-        headroom=arguments.headroom,
-        pool=pool,
-    )
+    with far_executor(arguments.ray, arguments.jobs) as anywhere:
+        pool = Pool(arguments.jobs, Progress(), anywhere)
+        cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
+        result = evaluate(
+            contestants,
+            cells,
+            seeds=range(arguments.seeds),
+            sustained=sustained,
+            headroom=arguments.headroom,
+            pool=pool,
+        )
     result.capacities = capacities
     result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}
     result.about["command"] = shlex.join(["python", "leaderboard.py", *given])
@@ -1463,7 +1484,7 @@ def rerun(arguments: argparse.Namespace) -> int:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LeaderboardError(f"--rerun {file}: expected what --json wrote, found {error!r}") from None
     again = parser().parse_args(command)
-    again.jobs = arguments.jobs
+    again.jobs, again.ray = arguments.jobs, arguments.ray
     now = json.loads(as_json(result_of(again, command)))
     print(f"rerun of {shlex.join(['python', 'leaderboard.py', *command])}")
     print(f"code {before['code_version']} then, {now['code_version']} now")
@@ -1499,4 +1520,6 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import leaderboard  # under its name, by which the nodes of a Ray cluster know what they are sent
+
+    sys.exit(leaderboard.main())
