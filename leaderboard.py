@@ -274,6 +274,10 @@ class Contestant:
         """The policy, for a batch of replays or to be timed."""
         return nullcontext(self.policy)
 
+    def options(self) -> list[str]:
+        """What asks for it alone on the command line."""
+        return ["--policies", self.name]
+
     def configuration(self) -> list[Fact]:
         """What it is made of."""
         return describe(self.name)
@@ -299,6 +303,10 @@ class Submitted(Contestant):
         except IndexError:
             return IsolatedPolicy(self.submission, self.account)
         return Twins(self.submission, self.account)
+
+    def options(self) -> list[str]:
+        folder, limits = str(self.submission.folder), str(self.account.limits)
+        return ["--policies", "", "--submissions", folder, "--limits", limits]
 
     def configuration(self) -> list[Fact]:
         metadata = self.submission.metadata
@@ -1064,10 +1072,7 @@ def make_submissions(folder: Path, limits: Limits) -> tuple[list[Submitted], lis
 
 def command_of(contestant: Contestant, arguments: argparse.Namespace) -> str:
     """The command that gives one policy's rows of the cells asked for."""
-    given = ["--policies", contestant.name]
-    if isinstance(contestant, Submitted):
-        given = ["--policies", "", "--submissions", str(contestant.submission.folder)]
-        given += ["--limits", str(contestant.account.limits)]
+    given = contestant.options()
     if arguments.suite:
         given += ["--suite", arguments.suite, *(["--cells", arguments.cells] if arguments.cells else [])]
     else:
@@ -1477,6 +1482,9 @@ def rerun(arguments: argparse.Namespace) -> int:
         LeaderboardError: the file is no result of `--json`.
     """
     file = arguments.rerun
+    for option in ("policies", "trace", "suite", "submissions", "log", "json", "site", "plot", "markdown"):
+        if getattr(arguments, option):
+            raise LeaderboardError(f"--{option} does not go with --rerun: the file says what is run, the rest is printed")
     try:
         before = json.loads(Path(file).read_text())
         command = shlex.split(before["command"])[2:]

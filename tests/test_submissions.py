@@ -344,6 +344,11 @@ def test_without_a_sandbox_nothing_is_loaded(tmp_path: Path, monkeypatch: pytest
     assert "nothing is run without a sandbox: this kernel has no seccomp" in capsys.readouterr().err
 
 
+def test_a_kernel_without_landlock_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "_landlock_version", lambda: -1)
+    assert "this kernel has no Landlock: a submission can read" in leaderboard.note_on_submissions(Limits())
+
+
 def test_a_sandbox_that_does_not_close_is_not_the_submissions_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -446,7 +451,7 @@ def test_the_site_shows_submissions_and_who_is_disqualified(board: Path, inbox: 
     assert f"--submissions {inbox / 'greedy'}" in page["command"]
 
 
-def test_a_rerun_gives_the_same_figures_and_says_so(board: Path, inbox: Path, tmp_path: Path, capsys: Any) -> None:
+def test_its_command_alone_gives_the_same_figures(board: Path, tmp_path: Path) -> None:
     result = json.loads((board / "result.json").read_text())
     alone = next(policy for policy in result["policies"] if policy["policy"] == "submission/greedy")["command"]
     file = tmp_path / "alone.json"
@@ -454,9 +459,6 @@ def test_a_rerun_gives_the_same_figures_and_says_so(board: Path, inbox: Path, tm
     assert simulated(json.loads(file.read_text())["rows"][0]) == simulated(
         next(row for row in result["rows"] if row["policy"] == "submission/greedy")
     )
-    capsys.readouterr()
-    assert leaderboard.main(["--rerun", str(file)]) == 0
-    assert "the same: all figures of 1 rows" in capsys.readouterr().out
     changed = json.loads(file.read_text())
     changed["rows"][0]["goodput"] += 1e-9
     changed["policies"][0]["configuration"][-1]["value"] = "sha256 0"
@@ -468,6 +470,8 @@ def test_a_rerun_that_differs_says_where(trace_file: str, tmp_path: Path, capsys
     file = tmp_path / "result.json"
     cells = ["--trace", trace_file, "--part", "all", "--cluster", "1p2d", "--load", "2"]
     assert leaderboard.main(["--policies", "random", *cells, "--json", str(file)]) == 0
+    assert leaderboard.main(["--rerun", str(file)]) == 0
+    assert "the same: all figures of 1 rows" in capsys.readouterr().out
     result = json.loads(file.read_text())
     result["rows"][0]["good"] += 1
     file.write_text(json.dumps(result))
@@ -475,6 +479,12 @@ def test_a_rerun_that_differs_says_where(trace_file: str, tmp_path: Path, capsys
     assert leaderboard.main(["--rerun", str(file)]) == leaderboard.EXIT_DIFFERS
     said = capsys.readouterr().out
     assert "not the same: 1 figures differ" in said and "rows[random, " in said
+
+
+def test_a_rerun_is_of_what_the_file_says(tmp_path: Path, capsys: Any) -> None:
+    given = ["--rerun", str(tmp_path / "result.json"), "--suite", "heldout"]
+    assert leaderboard.main(given) == leaderboard.EXIT_BAD_INPUT
+    assert "--suite does not go with --rerun" in capsys.readouterr().err
 
 
 def test_a_file_that_is_no_result(tmp_path: Path, capsys: Any) -> None:
