@@ -1484,7 +1484,7 @@ def rerun(arguments: argparse.Namespace) -> int:
     file = arguments.rerun
     for option in ("policies", "trace", "suite", "submissions", "log", "json", "site", "plot", "markdown"):
         if getattr(arguments, option):
-            raise LeaderboardError(f"--{option} does not go with --rerun: the file says what is run, the rest is printed")
+            raise LeaderboardError(f"--{option} does not go with --rerun: the file says what is run")
     try:
         before = json.loads(Path(file).read_text())
         command = shlex.split(before["command"])[2:]
