@@ -1063,7 +1063,8 @@ def make_submissions(folder: Path, limits: Limits) -> tuple[list[Submitted], lis
         try:
             submission = read_submission(each)
             if submission.name in found:
-                raise SubmissionError(f"name: {submission.name} is taken by {found[submission.name].submission.folder}")
+                other = found[submission.name].submission.folder
+                raise SubmissionError(f"name: {submission.name} is taken by {printable(other.name)}")
             found[submission.name] = Submitted(submission, limits)
         except SubmissionError as error:
             refused.append({"policy": f"submission/{printable(each.name)}", "reason": str(error)})

@@ -157,7 +157,7 @@ def as_markdown(result: Result, command: str) -> str:
     for name in sorted(names, key=lambda name: -mean(name, cells)):
         lines.append(f"| `{name}` | {mean(name, cells):.4f} | {mean(name, past):.4f} | {spent[name]:.1f} |")
     for each in result.about["disqualified"]:
-        lines += ["", f"Disqualified: `{each['policy']}`: {each['reason'].replace('`', ' ')}"]
+        lines += ["", f"Disqualified: `{each['policy']}`: `{each['reason'].replace('`', ' ')}`"]
     if result.paired is not None and result.worst is not None:
         lines += ["", f"Over all {len(cells)} cells {_minus_best(result.paired)}."]
         if result.paired_saturated is not None:

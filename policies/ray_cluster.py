@@ -54,9 +54,7 @@ def _join(address: str, runners: int, quiet: Mapping[str, Any]) -> None:
         ray.init(address=address, **quiet)
     except (OSError, RuntimeError, ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
-        raise PolicyError(
-            f"--ray {address}: {reason} (a cluster with tokens needs RAY_AUTH_MODE=token)"
-        ) from None
+        raise PolicyError(f"--ray {address}: {reason} (a cluster with tokens needs RAY_AUTH_MODE=token)") from None
     cpus = int(ray.cluster_resources().get("CPU", 0))
     if cpus < runners:
         print(f"waiting for {runners} CPUs: the Ray cluster has {cpus}", file=sys.stderr)
