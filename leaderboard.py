@@ -17,14 +17,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass, field
+from enum import Enum
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
@@ -35,13 +36,18 @@ from envs.simulator import Simulator
 from envs.spec import ClusterSpec, SpecError, cluster_names, load_cluster, validate_cluster
 from envs.state import Observation, Source
 from envs.suite import Suite, load_suite, suite_names
+from leaderboard_rerun import differences
 from leaderboard_site import write_site
 from leaderboard_tables import FIGURES_WIDTH, LOG_WIDTH, as_markdown, plot, print_log, print_tables
 from policies import ADMISSIONS, ROUTERS, CompiledPolicy, Policy, PolicyError, make_policy, off_policy
 from policies.artifact import OnnxPolicy
 from policies.clairvoyant import Clairvoyant
-from policies.describe import describe
+from policies.describe import Fact, describe
+from policies.executor import far_executor
 from policies.tuned import tuned
+from submissions import sandbox
+from submissions.folder import Submission, SubmissionError, printable, read_submission, submission_folders
+from submissions.isolated import Account, Disqualified, IsolatedPolicy, Limits, Twins
 from traces import Trace, TraceError
 from traces import load as load_trace
 from traces.released import PREFIX as RELEASED_PREFIX
@@ -60,7 +66,9 @@ BATCH_CLUSTERS, BATCH_BYTES = 64, 2e9
 """Most clusters, and most memory, in one batch of a stepped policy."""
 OBSERVATIONS = 64
 """Observations a decision is timed on."""
-EXIT_BAD_INPUT, EXIT_INTERRUPTED = 2, 130
+MOST_SHOWN = 20
+"""Differences of a rerun that are printed."""
+EXIT_DIFFERS, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 1, 2, 130
 
 EXAMPLES = """examples:
   python leaderboard.py
@@ -78,9 +86,17 @@ EXAMPLES = """examples:
   python leaderboard.py --log decisions --policies runs/ppo-3,conductor+predictive --cluster live.yaml
       what other policies would have made of the live requests in a decision log, and how sure that is
 
+  python leaderboard.py --submissions inbox --suite heldout --site board
+      what others handed in, each in a sandbox, beside the tuned heuristics (docs/submissions.md)
+  python leaderboard.py --rerun result.json
+      the run of a --json file again, and whether its figures are the same
+
 policies: ROUTER[:option=value,...][+ADMISSION[:option=value,...]], a run folder of train.py, or
   module:Class. Without an admission conductor uses slo, the other routers none.
 """
+
+
+T = TypeVar("T")
 
 
 class LeaderboardError(ValueError):
@@ -200,8 +216,21 @@ def make_setting(trace: Trace, part: Part, cluster: str) -> Setting:
 # --- replays -------------------------------------------------------------------------------------
 
 
+class Place(Enum):
+    """Where a task may run."""
+
+    HERE = "in the thread that asks"
+    THREADS = "in threads of this process"
+    ANYWHERE = "in any process"
+
+
 class Contestant:
-    """A policy by name. Compiled ones are copied for each replay, so replays may run in threads."""
+    """A policy by name. Compiled ones are copied for each replay, so replays may run in threads.
+
+    `disqualified`: why its figures do not count, if so; only a submission's.
+    """
+
+    disqualified = ""
 
     def __init__(self, name: str) -> None:
         try:
@@ -209,14 +238,20 @@ class Contestant:
         except PolicyError:
             raise
         except Exception as error:  # a user's class or run folder may raise anything
-            raise LeaderboardError(
-                f"policy {name!r} cannot be made: {type(error).__name__}: {error}"
-            ) from error
+            raise LeaderboardError(f"policy {name!r} cannot be made: {type(error).__name__}: {error}") from error
         self.name = name
 
     @property
     def compiled(self) -> bool:
         return isinstance(self.policy, CompiledPolicy)
+
+    @property
+    def place(self) -> Place:
+        """Where its replays may run."""
+        return Place.ANYWHERE if self.compiled else Place.HERE
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Contestant, (self.name,)  # made anew where it is sent to: machine code cannot be sent
 
     @property
     def competes(self) -> bool:
@@ -229,12 +264,69 @@ class Contestant:
             return [replay_compiled(copy(self.policy), setting, load, seed) for load, seed in runs]
         size = int(BATCH_BYTES // setting.simulator().bytes_per_cluster)
         size = max(1, min(BATCH_CLUSTERS, size))
-        batches = [runs[i : i + size] for i in range(0, len(runs), size)]
-        return [
-            replay
-            for batch in batches
-            for replay in replay_stepped(self.policy, self.name, setting, batch)
+        replays: list[Replay] = []
+        for i in range(0, len(runs), size):
+            with self.playing() as policy:
+                replays += replay_stepped(policy, self.name, setting, runs[i : i + size])
+        return replays
+
+    def playing(self) -> AbstractContextManager[Policy]:
+        """The policy, for a batch of replays or to be timed."""
+        return nullcontext(self.policy)
+
+    def options(self) -> list[str]:
+        """What asks for it alone on the command line."""
+        return ["--policies", self.name]
+
+    def configuration(self) -> list[Fact]:
+        """What it is made of."""
+        return describe(self.name)
+
+
+class Submitted(Contestant):
+    """A submission: it decides in a sandbox, in a new process for each batch of replays.
+
+    So that nothing it saw in one batch is known in the next. The first process has a twin (see `submissions.isolated`).
+    """
+
+    compiled, competes, place = False, True, Place.THREADS
+
+    def __init__(self, submission: Submission, limits: Limits) -> None:
+        self.submission = submission
+        self.name = submission.name
+        self.account = Account(limits)
+        self._unchecked = [True]
+
+    def playing(self) -> AbstractContextManager[Policy]:
+        try:
+            self._unchecked.pop()  # by one thread only
+        except IndexError:
+            return IsolatedPolicy(self.submission, self.account)
+        return Twins(self.submission, self.account)
+
+    def options(self) -> list[str]:
+        folder, limits = str(self.submission.folder), str(self.account.limits)
+        return ["--policies", "", "--submissions", folder, "--limits", limits]
+
+    def configuration(self) -> list[Fact]:
+        metadata = self.submission.metadata
+        about = [
+            Fact("author", printable(metadata.author), ""),
+            Fact("description", printable(metadata.description, most=4000), ""),
+            Fact("policy", metadata.policy, "run in a sandbox; docs/submissions.md"),
         ]
+        return about + [Fact(name, f"sha256 {digest}", "") for name, digest in self.submission.files.items()]
+
+
+def unless_disqualified(contestant: Contestant, work: Callable[[], T]) -> T | None:
+    """What `work` returns; None once the contestant is disqualified, which is noted."""
+    if contestant.disqualified:
+        return None
+    try:
+        return work()
+    except Disqualified as error:
+        contestant.disqualified = contestant.disqualified or str(error)
+        return None
 
 
 _own = threading.local()
@@ -252,9 +344,7 @@ def replay_compiled(policy: Policy, setting: Setting, load: float, seed: int) ->
     return setting.replay_of(simulator, 0)
 
 
-def replay_stepped(
-    policy: Policy, name: str, setting: Setting, runs: Sequence[tuple[float, int]]
-) -> list[Replay]:
+def replay_stepped(policy: Policy, name: str, setting: Setting, runs: Sequence[tuple[float, int]]) -> list[Replay]:
     """Replays of several (load, seed) side by side, the policy deciding for all of them at once.
 
     Cluster c of the batch is runs[c]; the policy is reset with the first run's seed. All have
@@ -286,10 +376,10 @@ def call(policy: Policy, name: str, method: str, *given: Any) -> Any:
     """Call a policy's method; whatever it raises becomes one clear error."""
     try:
         return getattr(policy, method)(*given)
+    except Disqualified:
+        raise
     except (Exception, SystemExit) as error:
-        raise LeaderboardError(
-            f"policy {name!r}: {method}() raised {type(error).__name__}: {error}"
-        ) from error
+        raise LeaderboardError(f"policy {name!r}: {method}() raised {type(error).__name__}: {error}") from error
 
 
 def decide(policy: Policy, name: str, observation: Observation) -> np.ndarray:
@@ -338,15 +428,16 @@ def stored_observations(setting: Setting) -> Observation:
 def decision_times(contestant: Contestant, stored: Observation) -> tuple[float, float]:
     """Microseconds per decision: in a batch of all stored observations, and of one alone.
 
-    Median of repeated calls of `decide`, Python included, the making of the observation excluded.
+    Median of repeated calls of `decide`, Python included, and the way to a submission's process and back; the making of
+    the observation excluded.
     """
-    policy, name = contestant.policy, contestant.name
-    count = len(stored.request)
-    call(policy, name, "reset", count, 0)
-    together = _median_s(lambda _: decide(policy, name, stored)) / count
+    name, count = contestant.name, len(stored.request)
     ones = [Observation(*(table[i : i + 1] for table in stored)) for i in range(count)]
-    call(policy, name, "reset", 1, 0)
-    alone = _median_s(lambda i: decide(policy, name, ones[i % count]))
+    with contestant.playing() as policy:
+        call(policy, name, "reset", count, 0)
+        together = _median_s(lambda _: decide(policy, name, stored)) / count
+        call(policy, name, "reset", 1, 0)
+        alone = _median_s(lambda i: decide(policy, name, ones[i % count]))
     return together * 1e6, alone * 1e6
 
 
@@ -405,21 +496,24 @@ class Progress:
 
 
 class Pool:
-    """Threads for compiled policies; stepped ones run in the caller's."""
+    """Where tasks run: in threads of this process, or, those that may run anywhere, on `anywhere` if given."""
 
-    def __init__(self, jobs: int, progress: Progress) -> None:
-        self.threads = ThreadPoolExecutor(jobs)
+    def __init__(self, jobs: int, progress: Progress, anywhere: Executor | None = None) -> None:
+        threads = ThreadPoolExecutor(jobs)
+        self.executors = {Place.THREADS: threads, Place.ANYWHERE: anywhere or threads}
         self.progress = progress
 
-    def run(self, what: str, tasks: Sequence[tuple[bool, Callable[[], Any]]]) -> list[Any]:
-        """Results of tasks (in threads?, function), in order."""
+    def run(self, what: str, tasks: Sequence[tuple[Place, Callable[[], Any]]]) -> list[Any]:
+        """Results of tasks, in order."""
         results: list[Any] = [None] * len(tasks)
         with self.progress.stage(what, len(tasks)):
             futures = {
-                self.threads.submit(work): i for i, (threaded, work) in enumerate(tasks) if threaded
+                self.executors[place].submit(work): i
+                for i, (place, work) in enumerate(tasks)
+                if place is not Place.HERE
             }
-            for i, (threaded, work) in enumerate(tasks):
-                if not threaded:
+            for i, (place, work) in enumerate(tasks):
+                if place is Place.HERE:
                     results[i] = work()
                     self.progress.advance()
             for future in as_completed(futures):
@@ -454,34 +548,48 @@ def evaluate(
     headroom: bool = False,
     pool: Pool | None = None,
 ) -> Result:
-    """Every policy on every cell; rows in order of cells, best goodput first within one."""
+    """Every policy on every cell; rows in order of cells, best goodput first within one.
+
+    Submissions that are disqualified have no rows, and say so (`Contestant.disqualified`).
+
+    Raises:
+        LeaderboardError: a policy fails that is no submission, or all are disqualified.
+    """
     pool = pool or Pool(1, Progress())
     settings = list(dict.fromkeys(cell.setting for cell in cells))
     scores, goods = _play_all(contestants, cells, settings, seeds, pool)
-    highest: dict[tuple[Contestant, Setting], list[metrics.Highest]] = {}
+    highest: dict[tuple[Contestant, Setting], list[metrics.Highest] | None] = {}
     if sustained:
         pairs = [(contestant, setting) for setting in settings for contestant in contestants]
         found = pool.run(
             "sustained loads",
-            [(c.compiled, partial(sustained_loads, c, s, seeds, TARGETS)) for c, s in pairs],
+            [
+                (c.place, partial(unless_disqualified, c, partial(sustained_loads, c, s, seeds, TARGETS)))
+                for c, s in pairs
+            ],
         )
         highest = dict(zip(pairs, found, strict=True))
+    stored = {setting: stored_observations(setting) for setting in settings}
+    times = {
+        (c, s): unless_disqualified(c, partial(decision_times, c, stored[s])) for s in settings for c in contestants
+    }
+    everyone, contestants = contestants, [c for c in contestants if not c.disqualified]
+    if not contestants:
+        reasons = "; ".join(f"{c.name} {c.disqualified}" for c in everyone)
+        raise LeaderboardError(f"no policy is left: {reasons}")
     bounds: dict[Cell, dict[str, Any]] = {}
     if headroom:
         landed_s = [max(goods[contestant, cell].landing_s for contestant in contestants) for cell in cells]
-        bounding = [(True, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
+        bounding = [(Place.ANYWHERE, partial(upper_bound, cell, max(s, LANDING_S))) for cell, s in zip(cells, landed_s)]
         bounds = dict(zip(cells, pool.run("bounds", bounding), strict=True))
-    stored = {setting: stored_observations(setting) for setting in settings}
-    times = {(c, s): decision_times(c, stored[s]) for s in settings for c in contestants}
-
     rows: list[dict[str, Any]] = []
     comparisons = []
     for cell in cells:
         of_cell = []
         for contestant in contestants:
             row = {"policy": contestant.name} | scores[contestant, cell]
-            row["decision_us"], row["decision_alone_us"] = times[contestant, cell.setting]
-            for target, load in zip(TARGETS, highest.get((contestant, cell.setting), ())):
+            row["decision_us"], row["decision_alone_us"] = times[contestant, cell.setting] or (math.nan, math.nan)
+            for target, load in zip(TARGETS, highest.get((contestant, cell.setting)) or ()):
                 key = f"load_at_{round(100 * target)}"
                 row |= {key: load.load, f"{key}_note": load.note}
             of_cell.append(row | bounds.get(cell, {}) | _about_cell(cell, seeds))
@@ -537,17 +645,21 @@ def _play_all(
 ) -> tuple[dict[tuple[Contestant, Cell], dict[str, Any]], Goods]:
     """Scores and good requests. Compiled policies: a task per cell. Stepped ones: a task per setting, all loads in a
     batch."""
-    tasks: list[tuple[bool, Callable[[], list[tuple[dict[str, Any], Good]]]]] = []
-    keys: list[tuple[Contestant, Cell]] = []
+    tasks: list[tuple[Place, Callable[[], list[tuple[dict[str, Any], Good]] | None]]] = []
+    groups: list[tuple[Contestant, Sequence[Cell]]] = []
     for setting in settings:
         here = [cell for cell in cells if cell.setting is setting]
         for contestant in contestants:
             for group in [[cell] for cell in here] if contestant.compiled else [here]:
-                tasks.append((contestant.compiled, partial(_play, contestant, group, seeds)))
-                keys += [(contestant, cell) for cell in group]
-    played = [of_cell for of_task in pool.run("replays", tasks) for of_cell in of_task]
-    scores = {key: score for key, (score, _) in zip(keys, played, strict=True)}
-    return scores, {key: good for key, (_, good) in zip(keys, played, strict=True)}
+                play = partial(_play, contestant, group, seeds)
+                tasks.append((contestant.place, partial(unless_disqualified, contestant, play)))
+                groups.append((contestant, group))
+    scores: dict[tuple[Contestant, Cell], dict[str, Any]] = {}
+    goods: Goods = {}
+    for (contestant, of_group), played in zip(groups, pool.run("replays", tasks), strict=True):
+        for cell, (score, good) in zip(of_group, played or ()):
+            scores[contestant, cell], goods[contestant, cell] = score, good
+    return scores, goods
 
 
 def _play(contestant: Contestant, cells: Sequence[Cell], seeds: Sequence[int]) -> list[tuple[dict[str, Any], Good]]:
@@ -674,7 +786,7 @@ def run_log(arguments: argparse.Namespace, names: Sequence[str]) -> None:
     """`--log`: evaluate policies from logged decisions."""
     from runtime.decision_log import read_log
 
-    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot", "site"):
+    for option in ("trace", "part", "load", "capacity", "sustained", "headroom", "plot", "site", "submissions"):
         if getattr(arguments, option):
             raise LeaderboardError(f"--{option} does not go with --log: a log has its own requests, at its own speed")
     if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
@@ -756,7 +868,7 @@ def evaluate_log(
     if setting is not None and logging is not None:
         everyone = {contestant.name: contestant for contestant in (*contestants, logging)}
         runs = [(1.0, seed) for seed in range(len(setting.part.traces))]
-        tasks = [(c.compiled, partial(c.replays, setting, runs)) for c in everyone.values()]
+        tasks = [(c.place, partial(c.replays, setting, runs)) for c in everyone.values()]
         replays = dict(zip(everyone, pool.run("replays", tasks), strict=True))
         share = float((columns["policy"] == logging.name).mean())
         model = {"policy": logging.name, "cluster": setting.cluster, "share_decided": share}
@@ -905,22 +1017,63 @@ def notes(seeds: int) -> dict[str, str]:
     }
 
 
+def note_on_submissions(limits: Limits) -> str:
+    """How submissions were run."""
+    limited = sandbox.unlimited() or "it can read its own files, the project's and Python's"
+    return (
+        "submissions: each in processes of its own, which can write nothing, reach no network and start nothing; "
+        f"{limited}. Limits: {limits}. Their µs per decision include the way to that process and back."
+    )
+
+
 def about_policies(contestants: Sequence[Contestant], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Of each policy what it is made of, and the command that gives its rows alone."""
     return [
         {
             "policy": contestant.name,
             "competes": contestant.competes,
-            "command": command_of(contestant.name, arguments),
-            "configuration": describe(contestant.name),
+            "command": command_of(contestant, arguments),
+            "configuration": contestant.configuration(),
         }
         for contestant in contestants
+        if not contestant.disqualified
     ]
 
 
-def command_of(policy: str, arguments: argparse.Namespace) -> str:
+def disqualified(contestants: Sequence[Contestant], refused: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """Submissions without rows and why: those `refused` before anything was run, then those that were run."""
+    ran = [{"policy": c.name, "reason": c.disqualified} for c in contestants if c.disqualified]
+    return [*refused, *ran]
+
+
+def make_submissions(folder: Path, limits: Limits) -> tuple[list[Submitted], list[dict[str, str]]]:
+    """The submissions in a folder, and those that are refused, with the reason.
+
+    Raises:
+        SubmissionError: the folder has none.
+        LeaderboardError: this machine has no sandbox to run them in.
+    """
+    folders = submission_folders(folder)
+    reason = sandbox.why_not()
+    if reason:
+        raise LeaderboardError(f"--submissions {folder}: nothing is run without a sandbox: {reason}")
+    found: dict[str, Submitted] = {}
+    refused = []
+    for each in folders:
+        try:
+            submission = read_submission(each)
+            if submission.name in found:
+                other = found[submission.name].submission.folder
+                raise SubmissionError(f"name: {submission.name} is taken by {printable(other.name)}")
+            found[submission.name] = Submitted(submission, limits)
+        except SubmissionError as error:
+            refused.append({"policy": f"submission/{printable(each.name)}", "reason": str(error)})
+    return list(found.values()), refused
+
+
+def command_of(contestant: Contestant, arguments: argparse.Namespace) -> str:
     """The command that gives one policy's rows of the cells asked for."""
-    given = ["--policies", policy]
+    given = contestant.options()
     if arguments.suite:
         given += ["--suite", arguments.suite, *(["--cells", arguments.cells] if arguments.cells else [])]
     else:
@@ -972,6 +1125,13 @@ def at_least(smallest: int) -> Callable[[str], int]:
         return value
 
     return integer
+
+
+def _limits(text: str) -> Limits:
+    try:
+        return Limits.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _names(text: str) -> list[str]:
@@ -1051,6 +1211,12 @@ def parser() -> argparse.ArgumentParser:
         help="default: all heuristics; of a suite, as tuned, and the learned policy",
     )
     cell_options(made)
+    add("--submissions", metavar="FOLDER",
+        help="also evaluate what others handed in: a folder of submissions, or one (docs/submissions.md)")  # fmt: skip
+    add("--limits", type=_limits, default=Limits(), metavar="NAME=X,...",
+        help=f"what a submission may take (default {Limits()})")  # fmt: skip
+    add("--rerun", metavar="FILE",
+        help="run what a --json file comes from again; are its figures the same? (exit code 1: no)")  # fmt: skip
     add("--log", metavar="FOLDER",
         help="evaluate from a decision log instead: agreement, weighted and direct estimates, replay")  # fmt: skip
     add("--sustained", action=argparse.BooleanOptionalAction, default=None,
@@ -1064,6 +1230,8 @@ def parser() -> argparse.ArgumentParser:
     add("--plot", metavar="FILE.png", help="plot goodput over load")
     add("--markdown", metavar="FILE.md", help="write tables of the policies and the cells for a document")
     add("--site", metavar="FOLDER", help="write a static site: rankings, filters, curves; open its index.html")
+    add("--ray", nargs="?", const="", metavar="ADDRESS",
+        help="compiled policies on a Ray cluster (auto, HOST:PORT); without ADDRESS, one of this machine")  # fmt: skip
     add(
         "--jobs",
         type=at_least(1),
@@ -1071,9 +1239,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="N",
         help="threads (default: CPUs)",
     )
-    add(
-        "--list", action="store_true", help="list policies with their meaning and options, and suites, and stop"
-    )
+    add("--list", action="store_true", help="list policies with their meaning and options, and suites, and stop")
     add("--debug", action="store_true", help="show the traceback of an error")
     return made
 
@@ -1095,8 +1261,7 @@ def list_policies() -> str:
         for name, part in parts.items():
             lines.append(f"  {name:{width}}  {part.meaning}")
             lines += [
-                f"  {'':{width}}    :{option.name}={option.default:g}  {option.meaning}"
-                for option in part.options
+                f"  {'':{width}}    :{option.name}={option.default:g}  {option.meaning}" for option in part.options
             ]
     return "\n".join(lines)
 
@@ -1122,9 +1287,7 @@ def make_wanted(arguments: argparse.Namespace) -> list[Wanted]:
     parts = _flat(arguments.part, [DEFAULT_PART])
     for part in parts:
         if part not in PARTS:
-            raise LeaderboardError(
-                f"no part is called {part!r}; expected one of {', '.join(PARTS)}"
-            )
+            raise LeaderboardError(f"no part is called {part!r}; expected one of {', '.join(PARTS)}")
     clusters = _flat(arguments.cluster, [DEFAULT_CLUSTER])
     for cluster in clusters:
         load_cluster(cluster)
@@ -1183,7 +1346,7 @@ def make_cells(
     found: dict[Setting, metrics.Highest] = {}
     if of_capacity:
         policy = Contestant(reference)
-        searches = [(policy.compiled, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
+        searches = [(policy.place, partial(sustained_loads, policy, s, range(seeds), [0.9])) for s in of_capacity]
         found = {s: highest for s, (highest,) in zip(of_capacity, pool.run("capacities", searches), strict=True)}
     cells, capacities = [], []
     for setting, loads, shares in wanted:
@@ -1224,84 +1387,150 @@ def chosen_suite(arguments: argparse.Namespace) -> Suite | None:
     return load_suite(arguments.suite)
 
 
-def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
-    """What the command line asked for."""
+def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    """What the command line asked for; the exit code."""
     if arguments.list or arguments.suite == "list":
         print(list_suites() if arguments.suite else f"{list_policies()}\n{list_suites()}")
-        return
-    suite = chosen_suite(arguments)
-    names = _flat(arguments.policies, suite_policies() if suite else default_policies())
-    if not names:
-        raise LeaderboardError("--policies: expected at least one policy; see --list")
-    arguments.seeds = arguments.seeds or (suite.seeds if suite else DEFAULT_SEEDS)
-    if arguments.load and arguments.capacity:
-        raise LeaderboardError("--load and --capacity both give the load; use one of them")
+        return 0
+    if arguments.rerun:
+        return rerun(arguments)
     if arguments.log:
-        run_log(arguments, names)
-        return
-    if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
-        raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
-    contestants = [Contestant(name) for name in names]
-    wanted = suite_wanted(suite, arguments.cells or "*", arguments.seeds) if suite else make_wanted(arguments)
-    if arguments.plot and not Path(arguments.plot).resolve().parent.is_dir():
-        raise LeaderboardError(f"--plot {arguments.plot}: expected a file in a folder that exists")
-    if arguments.json not in (None, "-") and not Path(arguments.json).resolve().parent.is_dir():
-        raise LeaderboardError(f"--json {arguments.json}: expected a file in a folder that exists")
-    if arguments.markdown and not Path(arguments.markdown).resolve().parent.is_dir():
-        raise LeaderboardError(f"--markdown {arguments.markdown}: expected a file in a folder that exists")
-    if arguments.site:
-        site = Path(arguments.site).resolve()
-        if not site.parent.is_dir() or (site.exists() and not site.is_dir()):
-            raise LeaderboardError(f"--site {arguments.site}: expected a folder, or a new one in a folder that exists")
-    plain = not (suite or arguments.policies or arguments.trace or arguments.load or arguments.capacity)
-    sustained = plain if arguments.sustained is None else arguments.sustained
-    pool = Pool(arguments.jobs, Progress())
-    cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
-    result = evaluate(
-        contestants,
-        cells,
-        seeds=range(arguments.seeds),
-        sustained=sustained,
-        headroom=arguments.headroom,
-        pool=pool,
-    )
-    result.capacities = capacities
-    command = shlex.join(["python", "leaderboard.py", *given])
-    result.about = {"notes": notes(arguments.seeds), "code_version": code_version(), "command": command}
-    result.about["policies"] = about_policies(contestants, arguments)
+        run_log(arguments, names_of(arguments, chosen_suite(arguments)))
+        return 0
+    check_outputs(arguments)
+    result = result_of(arguments, given)
     if arguments.plot:
         plot(result, arguments.plot)
     if arguments.markdown:
-        Path(arguments.markdown).write_text(as_markdown(result, command))
+        Path(arguments.markdown).write_text(as_markdown(result, result.about["command"]))
     if arguments.site:
         write_site(json.loads(as_json(result)), Path(arguments.site))
     if arguments.json == "-":
         print(as_json(result))
-        return
+        return 0
     if arguments.json:
         Path(arguments.json).write_text(as_json(result) + "\n")
     from rich.console import Console
 
-    needed = FIGURES_WIDTH + max(len(name) for name in names)
+    needed = FIGURES_WIDTH + max(len(row["policy"]) for row in result.rows)
     print_tables(result, Console(width=max(needed, Console().width)))
+    return 0
+
+
+def check_outputs(arguments: argparse.Namespace) -> None:
+    """Whether what was asked for can be written, before the work.
+
+    Raises:
+        LeaderboardError: naming the option.
+    """
+    if arguments.plot and Path(arguments.plot).suffix.lower() not in PLOT_SUFFIXES:
+        raise LeaderboardError(f"--plot {arguments.plot}: expected a name that ends in {', '.join(PLOT_SUFFIXES)}")
+    for option in ("plot", "json", "markdown"):
+        file = getattr(arguments, option)
+        if file not in (None, "-") and not Path(file).resolve().parent.is_dir():
+            raise LeaderboardError(f"--{option} {file}: expected a file in a folder that exists")
+    if arguments.site:
+        site = Path(arguments.site).resolve()
+        if not site.parent.is_dir() or (site.exists() and not site.is_dir()):
+            raise LeaderboardError(f"--site {arguments.site}: expected a folder, or a new one in a folder that exists")
+
+
+def names_of(arguments: argparse.Namespace, suite: Suite | None) -> list[str]:
+    """The policies asked for by name. Sets the number of seeds too.
+
+    Raises:
+        LeaderboardError: none, and no submissions either; or options that exclude each other.
+    """
+    names = _flat(arguments.policies, suite_policies() if suite else default_policies())
+    if not names and not arguments.submissions:
+        raise LeaderboardError("--policies: expected at least one policy; see --list")
+    arguments.seeds = arguments.seeds or (suite.seeds if suite else DEFAULT_SEEDS)
+    if arguments.load and arguments.capacity:
+        raise LeaderboardError("--load and --capacity both give the load; use one of them")
+    return names
+
+
+def result_of(arguments: argparse.Namespace, given: Sequence[str]) -> Result:
+    """The result of a command line, with where it comes from."""
+    suite = chosen_suite(arguments)
+    contestants = [Contestant(name) for name in names_of(arguments, suite)]
+    refused: list[dict[str, str]] = []
+    if arguments.submissions:
+        submissions, refused = make_submissions(Path(arguments.submissions), arguments.limits)
+        contestants += submissions
+    if not contestants:
+        raise LeaderboardError("; ".join(f"{each['policy']}: {each['reason']}" for each in refused))
+    wanted = suite_wanted(suite, arguments.cells or "*", arguments.seeds) if suite else make_wanted(arguments)
+    asked = (suite, arguments.policies, arguments.trace, arguments.load, arguments.capacity, arguments.submissions)
+    sustained = not any(asked) if arguments.sustained is None else arguments.sustained
+    with far_executor(arguments.ray, arguments.jobs) as anywhere:
+        pool = Pool(arguments.jobs, Progress(), anywhere)
+        cells, capacities = make_cells(wanted, arguments.reference, arguments.seeds, pool)
+        result = evaluate(
+            contestants,
+            cells,
+            seeds=range(arguments.seeds),
+            sustained=sustained,
+            headroom=arguments.headroom,
+            pool=pool,
+        )
+    result.capacities = capacities
+    result.about = {"notes": notes(arguments.seeds), "code_version": code_version()}
+    result.about["command"] = shlex.join(["python", "leaderboard.py", *given])
+    result.about["policies"] = about_policies(contestants, arguments)
+    result.about["disqualified"] = disqualified(contestants, refused)
+    if arguments.submissions:
+        result.about["notes"]["submissions"] = note_on_submissions(arguments.limits)
+    return result
+
+
+def rerun(arguments: argparse.Namespace) -> int:
+    """`--rerun`: run the command of a result again, and print whether its figures are the same.
+
+    Raises:
+        LeaderboardError: the file is no result of `--json`.
+    """
+    file = arguments.rerun
+    for option in ("policies", "trace", "suite", "submissions", "log", "json", "site", "plot", "markdown"):
+        if getattr(arguments, option):
+            raise LeaderboardError(f"--{option} does not go with --rerun: the file says what is run")
+    try:
+        before = json.loads(Path(file).read_text())
+        command = shlex.split(before["command"])[2:]
+        rows = len(before["rows"])
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise LeaderboardError(f"--rerun {file}: expected what --json wrote, found {error!r}") from None
+    again = parser().parse_args(command)
+    again.jobs, again.ray = arguments.jobs, arguments.ray
+    now = json.loads(as_json(result_of(again, command)))
+    print(f"rerun of {shlex.join(['python', 'leaderboard.py', *command])}")
+    print(f"code {before['code_version']} then, {now['code_version']} now")
+    found = differences(before, now)
+    if not found:
+        print(f"the same: all figures of {rows} rows, the checksums of traces, clusters and policies")
+        return 0
+    print(f"not the same: {len(found)} figures differ")
+    for difference in found[:MOST_SHOWN]:
+        print(f"  {difference}")
+    return EXIT_DIFFERS
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Exit code: see `exit_code`."""
+    """Exit code: see `exit_code`; 1 for a rerun that differs."""
     arguments = parser().parse_args(given)
     return exit_code(lambda: run(arguments, sys.argv[1:] if given is None else given), arguments.debug)
 
 
-def exit_code(command: Callable[[], None], debug: bool) -> int:
-    """Of a command: 0, 2 for bad input (one line on stderr), 130 when interrupted."""
+def exit_code(command: Callable[[], int], debug: bool) -> int:
+    """Of a command: its own, 2 for bad input (one line on stderr), 130 when interrupted."""
     sys.path.insert(0, os.getcwd())  # module:Class is looked for where the command runs
     try:
-        command()
+        return command()
     except BrokenPipeError:
         # The reader of our output went away; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (LeaderboardError, PolicyError, SpecError, TraceError, OSError, MemoryError) as error:
+    except (LeaderboardError, PolicyError, SubmissionError, SpecError, TraceError, OSError, MemoryError) as error:
         if debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -1310,8 +1539,9 @@ def exit_code(command: Callable[[], None], debug: bool) -> int:
         print("interrupted", file=sys.stderr)
         sys.stderr.flush()
         os._exit(EXIT_INTERRUPTED)  # replays in threads cannot be stopped
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    import leaderboard  # under its name, by which the nodes of a Ray cluster know what they are sent
+
+    sys.exit(leaderboard.main())

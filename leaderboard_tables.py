@@ -127,8 +127,13 @@ def _print_footer(result: Result, console: Console) -> None:
     if "bound" in result.cells[0]:
         mean = np.mean([cell["bound"] for cell in result.cells])
         say(f"at most {mean:.4f} (upper bound) in the mean over cells. {result.about['notes']['bound']}")
-    for key in ("goodput", "seeds", "method", "decision_us"):
-        say(str(result.about["notes"][key]))
+    for each in result.about["disqualified"]:
+        console.print(
+            f"disqualified: {each['policy']}: {each['reason']}", highlight=False, markup=False, soft_wrap=True
+        )
+    for key in ("goodput", "seeds", "method", "decision_us", "submissions"):
+        if key in result.about["notes"]:
+            say(str(result.about["notes"][key]))
     say(f"code {result.about['code_version']}")
 
 
@@ -151,6 +156,8 @@ def as_markdown(result: Result, command: str) -> str:
     spent = {row["policy"]: row["decision_us"] for row in result.rows}
     for name in sorted(names, key=lambda name: -mean(name, cells)):
         lines.append(f"| `{name}` | {mean(name, cells):.4f} | {mean(name, past):.4f} | {spent[name]:.1f} |")
+    for each in result.about["disqualified"]:
+        lines += ["", f"Disqualified: `{each['policy']}`: `{each['reason'].replace('`', ' ')}`"]
     if result.paired is not None and result.worst is not None:
         lines += ["", f"Over all {len(cells)} cells {_minus_best(result.paired)}."]
         if result.paired_saturated is not None:

@@ -322,8 +322,8 @@ def chosen_cell(arguments: argparse.Namespace) -> Cell:
     return cells[0]
 
 
-def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
-    """What the command line asked for."""
+def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
+    """What the command line asked for; its exit code."""
     names = list(dict.fromkeys(arguments.policies))
     if len(names) not in (1, 2):
         raise LeaderboardError(f"--policies: a page shows one policy or two, found {len(names)}")
@@ -347,6 +347,7 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> None:
     write_page(shown, out)
     figures = ", ".join(f"{policy['name']} {policy['score']['goodput']:.4f}" for policy in shown["policies"])
     print(f"{out}: {last - first} requests of {cell}; goodput {figures}")
+    return 0
 
 
 def main(given: Sequence[str] | None = None) -> int:

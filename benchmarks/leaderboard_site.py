@@ -66,6 +66,7 @@ def made_up(policies: int, cells: int, seed: int = 0) -> dict[str, Any]:
         "paired_saturated": paired,
         "winner": names[0],
         "capacities": [],
+        "disqualified": [],
         "notes": {"goodput": "made up", "bound": "made up"},
         "code_version": "made up",
         "command": "python -m benchmarks.leaderboard_site",

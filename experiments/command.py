@@ -6,12 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Executor, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
+from policies import PolicyError
+from policies.executor import far_executor
 from traces import TraceError
 from traces.command import EXIT_BAD_INPUT
 from traces.released import FOLDERS
@@ -84,6 +86,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="DIR",
         type=Path,
         help="folder with the released traces (default: data, where downloads go, or else ../shared/traces)",
+    )
+    add(
+        "--ray",
+        nargs="?",
+        const="",
+        metavar="ADDRESS",
+        help="on a Ray cluster (auto, HOST:PORT) that sees the same --traces; without ADDRESS, one of this machine",
     )
     add(
         "--jobs", metavar="N", type=int, default=min(8, os.cpu_count() or 1), help="experiments at a time (%(default)s)"
@@ -162,8 +171,21 @@ def progress(what: str, total: int) -> Iterator[Callable[[str, bool], None]]:
         yield lambda text, finished: bar.update(task, description=text, advance=int(finished))
 
 
-def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int) -> list[Outcome]:
-    """Run experiments in threads, which the compiled replays leave the interpreter to; in order.
+def outcome_of(experiment: Experiment, setting: Setting) -> tuple[Outcome, list[str]]:
+    """An experiment's outcome, and the traces for which there was a stand-in; here or in another process."""
+    try:
+        return run(experiment, setting), setting.shelf.stand_ins
+    except (TraceError, OSError):
+        raise
+    except Exception as error:  # of a trace or of parameters that nobody thought of
+        fault = f"{type(error).__name__}: {error} (--debug shows the traceback)"
+        raise ExperimentError(f"experiment {experiment.name}: {fault}") from error
+
+
+def run_all(
+    wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int, far: Executor | None = None
+) -> list[Outcome]:
+    """Run experiments in threads, which the compiled replays leave the interpreter to, or on `far`; in order.
 
     Raises:
         ExperimentError: something went wrong inside one.
@@ -173,19 +195,17 @@ def run_all(wanted: Sequence[Experiment], setting: Setting, what: str, jobs: int
     threads = ThreadPoolExecutor(jobs)
     with progress(what, len(wanted)) as tell:
 
-        def go(experiment: Experiment) -> Outcome:
-            try:
-                return run(experiment, replace(setting, say=lambda text: tell(f"{experiment.name}: {text}", False)))
-            except (TraceError, OSError):
-                raise
-            except Exception as error:  # of a trace or of parameters that nobody thought of
-                fault = f"{type(error).__name__}: {error} (--debug shows the traceback)"
-                raise ExperimentError(f"experiment {experiment.name}: {fault}") from error
+        def told(experiment: Experiment) -> Setting:
+            return replace(setting, say=lambda text: tell(f"{experiment.name}: {text}", False))
 
-        futures = [threads.submit(go, experiment) for experiment in wanted]
+        if far is None:
+            futures = [threads.submit(outcome_of, experiment, told(experiment)) for experiment in wanted]
+        else:
+            futures = [far.submit(outcome_of, experiment, setting) for experiment in wanted]
         try:
             for future in as_completed(futures):
-                outcome = future.result()
+                outcome, stand_ins = future.result()
+                setting.shelf.stand_ins += [name for name in stand_ins if name not in setting.shelf.stand_ins]
                 outcomes[outcome.experiment.name] = outcome
                 tell(f"{outcome.experiment.name} ({outcome.seconds:.1f} s)", True)
         finally:
@@ -214,11 +234,13 @@ def command(arguments: argparse.Namespace) -> int:
         check_writable(Path(arguments.json))
     setting = Setting(quick=arguments.quick, shelf=TraceShelf(arguments.traces))
 
-    def runs(these: Sequence[Experiment], under: Setting, what: str) -> list[Outcome]:
-        return run_all(these, under, what, arguments.jobs)
+    with far_executor(arguments.ray, arguments.jobs) as far:
 
-    outcomes = runs(wanted, setting, "experiments")
-    flips: list[Flip] | None = sensitivity(wanted, setting, runs) if arguments.sensitivity else None
+        def runs(these: Sequence[Experiment], under: Setting, what: str) -> list[Outcome]:
+            return run_all(these, under, what, arguments.jobs, far)
+
+        outcomes = runs(wanted, setting, "experiments")
+        flips: list[Flip] | None = sensitivity(wanted, setting, runs) if arguments.sensitivity else None
     if arguments.json or arguments.traces is not None:
         places = arguments.traces or " or ".join(map(str, FOLDERS))
         for name in setting.shelf.stand_ins:
@@ -248,7 +270,7 @@ def main(given: Sequence[str] | None = None) -> int:
         # The reader of our output went away; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except (ExperimentError, TraceError, OSError) as error:
+    except (ExperimentError, PolicyError, TraceError, OSError) as error:
         if arguments.debug:
             raise
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)

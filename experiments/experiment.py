@@ -151,6 +151,9 @@ class TraceShelf:
         self._loaded: dict[tuple[str, bool], Released] = {}
         self._lock = threading.RLock()
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _shelf, (self.places,)  # another process reads its own
+
     def take(self, name: str, *, spread: bool = False) -> Released:
         """A trace; `spread`: with requests that share a timestamp spread until the next."""
         with self._lock:
@@ -163,6 +166,13 @@ class TraceShelf:
                     if self._loaded[name, spread].stand_in:
                         self.stand_ins.append(name)
             return self._loaded[name, spread]
+
+
+def _shelf(places: Sequence[Path]) -> TraceShelf:
+    """An empty shelf with these places."""
+    made = TraceShelf()
+    made.places = list(places)
+    return made
 
 
 @dataclass(frozen=True)

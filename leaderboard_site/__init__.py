@@ -57,8 +57,9 @@ def shown(result: dict[str, Any]) -> dict[str, Any]:
         seeds = [run["seed"] for run in row["runs"]]
         cells.append(cell | {key: row[key] for key in OF_CELL} | {"seeds": seeds})
     rows = [{key: row[key] for key in OF_ROW} for row in result["rows"]]
-    kept = ("code_version", "command", "policies", "notes", "winner", "paired", "paired_saturated", "capacities")
-    whole: dict[str, Any] = _rounded({key: result[key] for key in kept} | {"cells": cells, "rows": rows})
+    kept = ("code_version", "command", "policies", "disqualified", "notes", "winner", "paired", "paired_saturated")
+    about = {key: result[key] for key in (*kept, "capacities")}
+    whole: dict[str, Any] = _rounded(about | {"cells": cells, "rows": rows})
     return whole
 
 

@@ -325,6 +325,8 @@ function about() {
   at("notes").append(...Object.entries(RESULT.notes).filter(([name]) => name !== "bound" || bounded).map(([, text]) => element("li", text)));
   at("notes").append(...RESULT.capacities.map((c) => element("li", `Capacity of ${c.setting}: load ${short(c.load)}, ${c.meaning}.`)));
   at("command").textContent = RESULT.command;
+  at("disqualified-section").hidden = !RESULT.disqualified.length;
+  fill("disqualified", "They have no figures.", [["submission", (d) => d.policy, ""], ["reason", (d) => d.reason, "text"]], RESULT.disqualified);
   const seen = [...new Map(cells.map((cell) => [cell.setting, cell])).values()];
   fill("inputs", "Inputs", [["setting", (c) => c.setting, ""], ["trace checksum", (c) => c.trace_checksum, ""], ["cluster", (c) => c.cluster, ""], ["cluster checksum", (c) => c.spec_checksum, ""], ["seeds", (c) => c.seeds.join(", "), ""], ["warmup", (c) => String(c.warmup)], ["TTFT SLO s", (c) => short(c.ttft_slo_s)], ["TBT SLO s", (c) => short(c.tbt_slo_s)]], seen);
 }

@@ -395,6 +395,14 @@ class _Bound:
         self.binding.bind_output("logits", "cpu", 0, np.float32, actions, self.logits.ctypes.data)
 
 
+def compile_features() -> None:
+    """Compile what an `OnnxPolicy` runs, or read it from the cache: for who may not write to that later."""
+    observation = empty_observation(1, 1, 1)
+    header = _memory.headers(_memory.OBSERVATION, observation, 1, prefills=1, decodes=1)
+    tables = [np.zeros((1, math.prod(shape)), np.float32) for shape in _shapes(1, 1, 1).values()]
+    entry_point(_replay.features, header, np.zeros((1, 4), np.bool_), *tables)
+
+
 def _shapes(clusters: int, prefills: int, decodes: int) -> dict[str, tuple[int, ...]]:
     """The shapes of the graph's tables."""
     rows: tuple[tuple[int, ...], ...] = ((), (prefills,), (decodes,), ())

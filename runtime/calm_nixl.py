@@ -1,9 +1,9 @@
 """A plugin of vLLM's for workers that share a machine without a GPU.
 
-It has NIXL's progress thread sleep between two looks at its connections: NIXL's Python API fixes that delay at 0, so that
-every idle worker keeps a core busy; on two cores one request then takes 41 s, not 6. And it leaves workers the cores that
-they were given: vLLM's NixlConnector puts the engine of each on the machine's last core, where they starve one another
-while the other cores idle; a prefill of .3 s then takes up to 40 s beside one stream of tokens.
+It has NIXL's progress thread sleep between two looks at its connections: NIXL's Python API fixes that delay at 0, so
+that every idle worker keeps a core busy; on two cores one request then takes 41 s, not 6. And it leaves workers the
+cores that they were given: vLLM's NixlConnector puts the engine of each on the machine's last core, where they starve
+one another while the other cores idle; a prefill of .3 s then takes up to 40 s beside one stream of tokens.
 
 Not imported here: `runtime.vllm_workers` gives it to workers, which run in an environment of vLLM's.
 """

@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -47,15 +48,9 @@ def test_containerfile():
     assert kinds <= {"FROM", "WORKDIR", "COPY", "RUN", "ENV", "USER", "VOLUME", "EXPOSE", "ENTRYPOINT", "CMD"}
     copied = [part for kind, rest in steps if kind == "COPY" and "--from" not in rest for part in rest.split()[:-1]]
     assert all((ROOT / name).exists() for name in copied), copied
-    packages = {path.name for path in ROOT.iterdir() if (path / "__init__.py").exists()} & {
-        "envs",
-        "leaderboard_site",
-        "pages",
-        "policies",
-        "runtime",
-        "traces",
-    }
-    assert packages <= set(copied)
+    built = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert {name.partition(".")[0] for name in built["packages"]} <= set(copied)
+    assert {f"{name}.py" for name in built["py-modules"]} <= set(copied)
     command = json.loads(next(rest for kind, rest in steps if kind == "CMD"))
     options = options_of(command)
     exposed = next(rest for kind, rest in steps if kind == "EXPOSE").split()

@@ -137,7 +137,8 @@ def test_the_command_of_a_policy_gives_its_rows(name: str, site: Path, capsys: A
 )
 def test_the_command_asks_for_the_same_cells(given: list[str]) -> None:
     asked = leaderboard.parser().parse_args([*given, "--seeds", "3"])
-    again = leaderboard.parser().parse_args(shlex.split(leaderboard.command_of("random", asked))[2:])
+    command = leaderboard.command_of(leaderboard.Contestant("random"), asked)
+    again = leaderboard.parser().parse_args(shlex.split(command)[2:])
     assert again.policies == [["random"]]
     for option in ("suite", "cells", "seeds", "warmup", "reference", "capacity"):
         assert getattr(again, option) == getattr(asked, option)
@@ -450,12 +451,14 @@ async def test_names_are_text_and_what_is_missing_is_a_dash(tmp_path: Path, brow
     result["cells"][0] |= {"winner": None, "paired": None}
     result["paired"] = result["paired_saturated"] = None
     result["capacities"] = [{"setting": "x" * 200, "load": 1.5, "meaning": "made up"}]
+    result["disqualified"] = [{"policy": "submission/" + "y" * 40, "reason": f"KeyError: {HOSTILE} {'z' * 200}"}]
     write_site(result, tmp_path)
     said: list[str] = []
     page = await opened(browser, tmp_path, said, viewport={"width": 360, "height": 740})
     assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth"), "wider than the screen"
     names = await page.locator("#ranking tbody th a").all_text_contents()
     assert HOSTILE in names
+    assert HOSTILE in (await page.locator("#disqualified tbody").text_content())
     assert await page.locator("img").count() == 0
     await page.locator("#ranking tbody th a").nth(names.index(HOSTILE)).click()
     await page.wait_for_selector("#policy:not([hidden])")

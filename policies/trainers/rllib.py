@@ -8,29 +8,21 @@ through Ray; what every node must have is this code, at the same version.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 import signal
-import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-os.environ.setdefault(
-    "RAY_USAGE_STATS_ENABLED", "0"
-)  # read when Ray is imported: it does not report its use
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # read when Ray is imported: it does not report its use
 
 import gymnasium as gym
 import numpy as np
-import ray
 import torch
 from numpy.typing import NDArray
-from ray._private import ray_constants
 from ray.rllib.algorithms.algorithm import Algorithm
 from ray.rllib.algorithms.ppo import PPOConfig
 from ray.rllib.algorithms.ppo.torch.ppo_torch_learner import PPOTorchLearner
@@ -49,6 +41,7 @@ from envs.cluster_env import ClusterVectorEnv, Episodes
 from envs.spec import ClusterSpec
 from policies.networks import Scaled, SetCritic, SetScorer, clean, scale
 from policies.policy import PolicyError
+from policies.ray_cluster import connected
 from policies.run_folder import checkpoint_file, last_checkpoint, load_training, save_weights
 from policies.trainers import ppo
 from policies.trainers.learner import BASELINE, REWARD_SCALE
@@ -68,7 +61,6 @@ LEARNED = {
     "explained_variance": "vf_explained_var",
     "learning_rate": "default_optimizer_learning_rate",
 }
-ANSWER_S = 5.0  # within which something must listen at --ray
 
 
 class Options(ppo.Options, Protocol):
@@ -230,60 +222,6 @@ class Learner(PPOTorchLearner):
             return {}, {}, {}
         update: tuple[Any, Any, Any] = super()._update(batch, **others)
         return update
-
-
-# --- Ray ---------------------------------------------------------------------------------------
-
-
-@contextmanager
-def connected(address: str, runners: int) -> Iterator[None]:
-    """With the Ray cluster at `address` (auto, HOST:PORT or ray://HOST:PORT); empty: with one of its own.
-
-    Raises:
-        PolicyError: no Ray cluster is there, or one that cannot be joined.
-    """
-    for name in ("ray", "ray.rllib"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    quiet = {"log_to_driver": False, "logging_level": logging.ERROR, "configure_logging": False}
-    try:
-        if address:
-            _join(address, runners, quiet)
-        else:
-            # A cluster of one machine listens to nobody else. On Linux, Ray has no argument for that.
-            os.environ[ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR] = "0"
-            ray_constants.ENABLE_RAY_CLUSTER = False
-            ray.init(address="local", num_cpus=runners + 1, include_dashboard=False, **quiet)
-        yield
-    finally:
-        ray.shutdown()
-
-
-def _join(address: str, runners: int, quiet: Mapping[str, Any]) -> None:
-    where = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address
-    if where:
-        _knock(where)
-    ray_constants.NUM_REDIS_GET_RETRIES = 5  # of a second each: somebody does listen
-    try:
-        ray.init(address=address, **quiet)
-    except (OSError, RuntimeError, ValueError, AssertionError) as error:
-        reason = " ".join(str(error).split())
-        raise PolicyError(
-            f"--ray {address}: {reason} (a cluster with tokens needs RAY_AUTH_MODE=token)"
-        ) from None
-    cpus = int(ray.cluster_resources().get("CPU", 0))
-    if cpus < runners:
-        print(f"waiting for {runners} CPUs: the Ray cluster has {cpus}", file=sys.stderr)
-
-
-def _knock(address: str) -> None:
-    """Whether something listens there: Ray itself would try for a minute."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 65536:
-        raise PolicyError(f"--ray {address}: expected auto, HOST:PORT or ray://HOST:PORT")
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), ANSWER_S).close()
-    except OSError as error:
-        raise PolicyError(f"--ray {address}: no Ray cluster answers there: {error}") from None
 
 
 # --- training ----------------------------------------------------------------------------------
