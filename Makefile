@@ -7,7 +7,7 @@ BIN = $(VENV)/bin
 TORCH = "torch>=2.8,<2.14"
 export UV_HTTP_TIMEOUT = 30
 
-.PHONY: run test test-slow test-live lint clean
+.PHONY: run test test-slow test-live docs lint clean
 
 run: $(VENV)/train.ok
 	$(BIN)/python train.py
@@ -22,6 +22,10 @@ test-slow: $(VENV)/dev.ok
 test-live: $(VENV)/dev.ok
 	$(BIN)/python -m runtime.vllm_workers setup
 	$(BIN)/python -m pytest -m live tests/live
+
+# The documentation as a site, its notebook run.
+docs: $(VENV)/dev.ok
+	DOCS_EXECUTE=true $(BIN)/python -m mkdocs build
 
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .
@@ -45,8 +49,8 @@ $(VENV)/train.ok: $(VENV)/torch.ok pyproject.toml
 	touch $@
 
 $(VENV)/dev.ok: $(VENV)/train.ok
-	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,docs,dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info
