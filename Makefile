@@ -9,7 +9,7 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 TORCH = "torch>=2.8,<2.14"
 export UV_HTTP_TIMEOUT = 30
 
-.PHONY: run test test-slow test-live test-cuda lint clean
+.PHONY: run test test-slow test-live test-cuda docs lint clean
 
 run: $(VENV)/train.ok
 	$(BIN)/python train.py
@@ -29,6 +29,10 @@ test-live: $(VENV)/dev.ok
 test-cuda: DEVICE = cuda
 test-cuda: $(VENV)/dev.ok
 	$(BIN)/python -m pytest -m cuda tests/cuda
+
+# The documentation as a site, its notebook run.
+docs: $(VENV)/dev.ok
+	DOCS_EXECUTE=true $(BIN)/python -m mkdocs build
 
 lint: $(VENV)/dev.ok
 	$(BIN)/ruff check .
@@ -52,8 +56,8 @@ $(VENV)/train.ok: $(VENV)/torch.ok pyproject.toml
 	touch $@
 
 $(VENV)/dev.ok: $(VENV)/train.ok
-	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,docs,dev]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) build site *.egg-info

@@ -62,6 +62,7 @@ class Rewards:
 
     @property
     def weights(self) -> NDArray[np.float64]:
+        """float64[5], in the order of the fields."""
         return np.array(
             [self.good, self.violated, self.rejected_at_arrival, self.rejected_at_decode, self.wasted_prefill_s]
         )
@@ -74,7 +75,8 @@ class Episodes:
     Args:
         requests: length of an episode's window.
         load: arrival speed, as a multiple of the trace's own.
-        prefill_up, decode_up: how many instances take part, of those the cluster has; None: all.
+        prefill_up: how many prefill instances take part, of those the cluster has; None: all.
+        decode_up: the same of decode instances.
         hardware: factor on the speed of every instance, drawn apart for each.
     """
 
@@ -271,8 +273,14 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         cluster: built-in name (`8p8d`), YAML file or `ClusterSpec`.
         trace: a trace file, `builtin:conversation|toolagent|synthetic`, a `Trace`, or several: each window is of one.
         part: train, validation, test (by time) or all.
-        episodes: what episodes are drawn from. rewards: what settled requests are worth.
+        episodes: what episodes are drawn from.
+        rewards: what settled requests are worth.
         render_mode: "rgb_array" draws the cluster's load over the episode so far.
+
+    Raises:
+        ValueError: an argument that cannot be, or a part without requests.
+        SpecError: no such cluster.
+        TraceError: no such trace, or its file cannot be read.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 4}
@@ -296,6 +304,7 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
 
     @property
     def simulator(self) -> Simulator:
+        """The simulator, of one cluster."""
         return self._clusters.simulator
 
     @property
@@ -314,6 +323,16 @@ class ClusterEnv(gym.Env[dict[str, NDArray[np.float32]], np.int64]):
         return self._observe(), self._info() | drawn
 
     def step(self, action: np.int64) -> tuple[dict[str, NDArray[np.float32]], float, bool, bool, dict[str, Any]]:
+        """Decide for the request that has arrived, and go on to the next.
+
+        Returns the observation of the next request (float32 tables), the reward of what settled meanwhile, whether the
+        episode has ended, False (an episode is never cut off), and `info`: `action_mask` int8[actions], counts of what
+        has settled so far, `elapsed_s`.
+
+        Raises:
+            ValueError: no such action.
+            gymnasium.error.ResetNeeded: before the first `reset`.
+        """
         reward = self._clusters.step(np.asarray([action]))
         self._note()
         info = self._info() | {"elapsed_s": float(self._clusters.elapsed_s[0])}
@@ -398,6 +417,7 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
 
     @property
     def simulator(self) -> Simulator:
+        """The simulator, of `num_envs` clusters."""
         return self._clusters.simulator
 
     def reset(
@@ -427,6 +447,12 @@ class ClusterVectorEnv(gym.vector.VectorEnv[dict[str, NDArray[np.float32]], NDAr
     def step(
         self, actions: NDArray[np.int64]
     ) -> tuple[dict[str, NDArray[np.float32]], NDArray[Any], NDArray[np.bool_], NDArray[np.bool_], dict[str, Any]]:
+        """One decision in every cluster. Arrays have a leading axis of `num_envs`; otherwise as `ClusterEnv.step`.
+
+        Raises:
+            ValueError: actions that are not int[num_envs] in the action space.
+            gymnasium.error.ResetNeeded: before the first `reset`.
+        """
         actions = np.asarray(actions)
         clusters = self._clusters
         restart = self._ended

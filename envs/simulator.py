@@ -120,7 +120,8 @@ class Simulator:
         clusters: how many.
         max_requests: requests per cluster.
         max_references: sum of their numbers of runs (`envs.runs`).
-        max_runs: distinct runs among these. max_blocks: distinct blocks.
+        max_runs: distinct runs among these.
+        max_blocks: distinct blocks.
         max_output_tokens: longest output.
     """
 
@@ -392,7 +393,9 @@ class Simulator:
         before, with the last request of `limit`.
 
         Args:
-            router, admission: see `envs.kernel.replay`. memory: uint64[4], what the router keeps between decisions.
+            router: a compiled function, see `envs.kernel.replay`.
+            admission: the same.
+            memory: uint64[4], what the router keeps between decisions.
 
         Raises:
             ValueError: `until_s` is NaN.

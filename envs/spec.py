@@ -211,10 +211,12 @@ class ClusterSpec(_Described):
 
     @property
     def n_prefill(self) -> int:
+        """Prefill instances P of all pools."""
         return sum(pool.count for pool in self.prefill)
 
     @property
     def n_decode(self) -> int:
+        """Decode instances D of all pools."""
         return sum(pool.count for pool in self.decode)
 
     def parameters(self) -> Parameters:
@@ -302,6 +304,7 @@ class CoupledSpec(_Described):
 
     @property
     def n_instances(self) -> int:
+        """Instances I of all pools."""
         return sum(pool.count for pool in self.coupled)
 
     def parameters(self) -> tuple[Records, Records]:

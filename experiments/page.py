@@ -20,6 +20,7 @@ INTRODUCTION = f"""# The papers, reproduced
 Every table and figure of Mooncake's papers that the simulator can be held to: ours beside the paper's. *arXiv* is
 [2407.00079](https://arxiv.org/abs/2407.00079), *FAST* the FAST'25 paper. Written by
 
+<!-- not run: a quarter of an hour, and writes this page -->
 ```console
 $ {WRITES_ALL}
 ```
@@ -109,8 +110,7 @@ def _parameters(parameters: Parameters) -> str:
     ]
     return (
         "## Parameters\n\nWhat the papers leave out is chosen once for all experiments "
-        "([experiments/parameters.yaml](../experiments/parameters.yaml)).\n\n"
-        + _table(("parameter", "value", "reason", "fitted on"), rows)
+        "(`experiments/parameters.yaml`).\n\n" + _table(("parameter", "value", "reason", "fitted on"), rows)
     )
 
 

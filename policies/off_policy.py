@@ -97,7 +97,8 @@ def choices(logged: Logged, decide: Callable[[Observation], Actions], *, batched
     """A policy's actions on the logged observations: int64[N], -1 where there is none.
 
     Args:
-        decide: actions int64[C] for observations of C clusters. batched: it keeps nothing between decisions, so that
+        decide: actions int64[C] for observations of C clusters.
+        batched: it keeps nothing between decisions, so that
             many rows may be decided at once; otherwise one at a time in order of arrival, as one cluster.
     """
     actions = np.full(len(logged.arrival_s), -1, np.int64)

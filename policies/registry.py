@@ -189,7 +189,8 @@ class CompiledPolicy:
     """A router with an admission, both compiled: runs inside a replay or on any observation.
 
     Args:
-        router, admission: each a compiled function with its parameters.
+        router: a compiled function with its parameters.
+        admission: the same.
         recheck: whether decode nodes check the TBT SLO again.
     """
 
@@ -211,6 +212,7 @@ class CompiledPolicy:
         self._choose_one: Any = None
 
     def reset(self, clusters: int, seed: int) -> None:
+        """See `Policy.reset`."""
         self.memory = np.zeros((clusters, 4), np.uint64)
         self.memory[:, 0] = np.random.SeedSequence(seed).generate_state(clusters, np.uint64)
         self._one = (None, None, 0)

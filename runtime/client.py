@@ -57,10 +57,12 @@ class Placed:
 
     @property
     def request_id(self) -> str:
+        """Given, or made by the sidecar."""
         return str(self.response.request_id)
 
     @property
     def rejected(self) -> bool:
+        """It is to be answered with 429 or what `reason` says."""
         return bool(self.response.HasField("rejection"))
 
     @property
@@ -75,10 +77,12 @@ class Placed:
 
     @property
     def prefill(self) -> pb.Endpoint:
+        """The prefill worker: `id`, `address`."""
         return self.response.assignment.prefill
 
     @property
     def decode(self) -> pb.Endpoint:
+        """The decode worker: `id`, `address`."""
         return self.response.assignment.decode
 
     @property
@@ -135,7 +139,8 @@ class Client:
     """A connection to a sidecar.
 
     Args:
-        target: host:port. credentials: for TLS (`grpc.ssl_channel_credentials`).
+        target: host:port.
+        credentials: for TLS (`grpc.ssl_channel_credentials`).
         timeout_s: longest wait for a decision.
     """
 

@@ -84,11 +84,14 @@ class LogRow:
         action: as the gym encodes it: 0 rejects, else 1 + (prefill * D + decode) * 3 + source.
         block_ids: int[n], chained hashes of the prompt's blocks (any integer type; 63 bits are kept).
         sequence: tells requests of one arrival time apart; by default rows are numbered as they are made.
-        output_tokens: generated; 0 where that is not known. expected_output_tokens: what was expected at the time.
+        output_tokens: generated; 0 where that is not known.
+        expected_output_tokens: what was expected at the time.
         propensity: probability with which this action was chosen, given the observation; 1 for a deterministic
             policy, share times that for a canary. It is what makes other policies' goodput estimable.
         good: completed within both SLOs; None: from the times and SLOs below.
-        prefills, decodes: pool sizes P and D at the decision. observation: `pack(observation)`.
+        prefills: size P of the prefill pool at the decision.
+        decodes: size D of the decode pool.
+        observation: `pack(observation)`.
     """
 
     request_id: str
@@ -242,10 +245,14 @@ class DecisionLog:
     never written), `segments_written`, `segments_failed`, `segments_pruned`, `bytes_written`, `last_error`.
 
     Args:
-        folder: where segments go; made if need be. block_tokens: tokens per KV block. name: of the log, as a trace.
-        max_rows, max_bytes, max_age_s: a segment ends with the first of them; bytes are those of block ids and
-            observations in memory, of which there are at most `BUFFERS` times as many.
-        keep_segments, keep_bytes: the oldest segments go when there are more in the folder; None keeps all.
+        folder: where segments go; made if need be.
+        block_tokens: tokens per KV block.
+        name: of the log, as a trace.
+        max_rows: a segment ends with the first of this,
+        max_bytes: of block ids and observations in memory, of which there are at most `BUFFERS` times as many,
+        max_age_s: and its age.
+        keep_segments: the oldest segments go when there are more in the folder; None keeps all.
+        keep_bytes: the same of their size.
         observations: whether to write what the policy saw, without which other policies can be evaluated by replay
             only.
         clock: the clock of `LogRow.arrival_s`; its distance to the wall clock puts the runs of a log in order.

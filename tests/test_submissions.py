@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 import socket
 import zipfile
@@ -30,7 +31,10 @@ from traces import builtin, save
 pytestmark = pytest.mark.skipif(sandbox.why_not() is not None, reason=f"no sandbox here: {sandbox.why_not()}")
 
 PAGE = (Path(__file__).parents[1] / "docs" / "submissions.md").read_text()
-EXAMPLE, GOOD = (PAGE.partition(f"```{language}\n")[2].partition("```")[0] for language in ("yaml", "python"))
+EXAMPLE, GOOD = (
+    re.search(rf'^```\w+ title="inbox/greedy/{name}"\n(.*?)^```', PAGE, re.M | re.S)[1]  # type: ignore[index]
+    for name in ("submission.yaml", "greedy.py")
+)
 """The page's example: its metadata and its code."""
 REJECTS = """import numpy as np
 {top}

@@ -190,6 +190,7 @@ class Trace:
 
     @property
     def n_requests(self) -> int:
+        """N."""
         return len(self.arrival_s)
 
     @property
@@ -199,6 +200,7 @@ class Trace:
 
     @property
     def n_distinct_blocks(self) -> int:
+        """Block ids are below this."""
         return int(self.block_ids.max()) + 1 if len(self.block_ids) else 0
 
     @property
