@@ -215,7 +215,7 @@ class Session:
     servers: list[tuple[str, subprocess.Popen[bytes], Path]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("leaderboard.py", "train.py", "serve_policy.py", "deploy"):
+        for name in ("leaderboard.py", "replay.py", "train.py", "serve_policy.py", "deploy"):
             (self.folder / name).symlink_to(ROOT / name)
 
     @property
@@ -234,7 +234,9 @@ class Session:
     def do(self, block: Block) -> None:
         """Write, run, or leave alone, as the block wants it."""
         if block.title:
-            (self.folder / block.title).write_text(self.here(block.text))
+            file = self.folder / block.title
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(self.here(block.text))
         elif block.language == "python":
             self._run(f"{shlex.quote(sys.executable)} -c {shlex.quote(self.here(block.text))}", block.place)
         for command in block.commands:
