@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.request import urlopen
 
 import numpy as np
 import yaml
@@ -51,7 +52,7 @@ class Options:
     requests: int
     load: float
     repeats: int
-    admissions: tuple[str, ...]
+    policies: tuple[str, ...]
     ordering: bool
     tuning: bool
     longest_tokens: int
@@ -70,6 +71,21 @@ class Seen(NamedTuple):
     def served(self) -> NDArray[np.bool_]:
         """Whether it was answered: bool[R]."""
         return ~np.isnan(self.ttft_s)
+
+
+@dataclass(frozen=True)
+class Front:
+    """A gateway that runs. url, metrics_url: without a path."""
+
+    url: str
+    metrics_url: str
+
+    def fallbacks(self) -> dict[str, int]:
+        """Decisions that its policy left to the fallback so far, by cause: `invalid` is a masked choice or none."""
+        with urlopen(f"{self.metrics_url}/metrics", timeout=10.0) as response:
+            text = response.read().decode()
+        found = re.findall(r'^conductor_policy_fallbacks_total\{cause="(\w+)"\} (\S+)', text, re.MULTILINE)
+        return {cause: int(float(count)) for cause, count in found if float(count)}
 
 
 # --- live ------------------------------------------------------------------------------------------------------------
@@ -111,8 +127,8 @@ def pin_group(group: int, cores: set[int]) -> None:
 
 
 @contextmanager
-def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
-    """A gateway before workers; its URL. Predictions go by the cluster's profile alone: calibration is off.
+def gateway(cluster: dict[str, Any], policy: str) -> Iterator[Front]:
+    """A gateway before workers. Predictions go by the cluster's profile alone: calibration is off.
 
     Raises:
         LiveError: it does not start.
@@ -120,9 +136,10 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "cluster.yaml"
         file.write_text(yaml.safe_dump(cluster))
-        arguments = ["--cluster", str(file), "--policy", policy, "--gateway", "127.0.0.1:0", "--grpc", "127.0.0.1:0"]
+        faces = [word for face in ("gateway", "grpc", "metrics") for word in (f"--{face}", "127.0.0.1:0")]
+        arguments = ["--cluster", str(file), "--policy", policy, *faces, "--no-calibrate"]
         process = subprocess.Popen(
-            [sys.executable, "-m", "serve_policy", *arguments, "--no-calibrate"], stderr=subprocess.PIPE, text=True
+            [sys.executable, "-m", "serve_policy", *arguments], stderr=subprocess.PIPE, text=True
         )
         lines: list[str] = []
         ready = threading.Event()
@@ -138,12 +155,12 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[str]:
         threading.Thread(target=read, daemon=True).start()
         try:
             ready.wait(START_S)
-            found = re.search(r"gateway on (\S+)", "".join(lines))
-            if process.poll() is not None or found is None:
+            found = [re.search(rf"{face} on (\S+)", "".join(lines)) for face in ("gateway", "metrics")]
+            if process.poll() is not None or None in found:
                 raise LiveError("the gateway did not start:\n" + "".join(lines[-10:]))
-            url = f"http://{found[1]}"
-            _warm_up(url)
-            yield url
+            front = Front(*(f"http://{each[1]}" for each in found if each is not None))
+            _warm_up(front.url)
+            yield front
         finally:
             end(process, 20.0)
 
@@ -206,8 +223,8 @@ def measured(
     `earlier`: what was measured of them before counts as well.
     """
     pair = [next(row for row in cluster["workers"] if row["role"] == role) for role in ("prefill", "decode")]
-    with gateway(cluster | {"workers": pair}, "round_robin") as url:
-        prefill, decode, front = [LiveWorker(at) for at in (*(f"http://{row['address']}" for row in pair), url)]
+    with gateway(cluster | {"workers": pair}, "round_robin") as running:
+        prefill, decode, front = [LiveWorker(at) for at in (*(f"http://{row['address']}" for row in pair), running.url)]
         try:
             return calibrate(
                 prefill,

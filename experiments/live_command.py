@@ -44,7 +44,12 @@ def parser(name: str) -> argparse.ArgumentParser:
         add("--ordering", action="store_true", help="compare policies on two prefill workers")
     else:
         add("--repeats", type=_from(2, int), default=3, help="of each admission")
-        add("--admissions", default="none,baseline,predictive", help="the last is compared with the others")
+        admissions = ("none", "baseline", "predictive")
+        add(
+            "--policies",
+            default=",".join(f"round_robin+{admission}" for admission in admissions),
+            help="the last is compared with the others",
+        )
     add("--json", metavar="FILE|-", help="write the comparison; -: to stdout, and nothing else there")
     return made
 
@@ -89,7 +94,7 @@ def main(given: Sequence[str]) -> int:
         arguments.requests,
         arguments.load,
         getattr(arguments, "repeats", 1),
-        tuple(getattr(arguments, "admissions", "").split(",")),
+        tuple(getattr(arguments, "policies", "").split(",")),
         getattr(arguments, "ordering", False),
         arguments.tuning,
         arguments.longest_tokens,

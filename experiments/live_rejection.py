@@ -4,7 +4,8 @@ One prefill and one decode worker are measured (`envs.calibrate`); then the same
 what keeps them busy, under no admission, under the baseline (each stage looks at its own load) and under predictive
 early rejection ([A] 7), in turn, `--repeats` times. A request is clean when its client saw both SLOs met. Reported are
 the clean ones of each, and by how many predictive early rejection has more than the others: the mean over the repeats,
-each paired with the others' of the same repeat, with Student's 95 % interval.
+each paired with the others' of the same repeat, with Student's 95 % interval. `--policies` takes any others, a learned
+one say, and compares the last of them with the rest.
 
 The TBT SLO is what an iteration of `BATCH` requests takes, and answers are so long that decode at that batch is
 `DECODE_SHARE` times as busy as prefill: decode is what overflows first, and a prefill that ends there was for nothing.
@@ -20,13 +21,13 @@ from scipy.stats import t as student
 
 from envs.calibrate import Plan
 from envs.hardware import DecodeTimes
-from policies import make_policy
+from policies import CompiledPolicy, make_policy
 from runtime.loadgen import Slos
 from traces import Trace
 
 from . import live
 
-ROUTER = "round_robin"  # there is one pair; who routes does not matter
+PROBE = "round_robin+none"  # by which the gym says how busy prefill would be
 BATCH = 8  # requests that decode together within the TBT SLO
 DECODE_SHARE = 1.5
 TTFT_SLO_PREFILLS = 5.0  # TTFT SLO, in prefills of the mean request
@@ -34,16 +35,17 @@ TTFT_SLO_PREFILLS = 5.0  # TTFT SLO, in prefills of the mean request
 
 def run(options: live.Options) -> dict[str, Any]:
     """The comparison."""
-    admissions = options.admissions
-    *others, ours = admissions
-    for admission in admissions:
-        make_policy(f"{ROUTER}+{admission}")  # what is wrong is said at once
+    policies = options.policies
+    *others, ours = policies
+    compiled = [
+        name for name in policies if isinstance(make_policy(name), CompiledPolicy)
+    ]  # what is wrong is said at once
     with live.live_workers(options.cluster, 1, 1) as workers:
         found = live.measured(workers, Plan(options.longest_tokens, options.most_requests), options.say)
         trace = live.trace_of(options)
         sent = live.sent(trace, options.requests, options.longest_tokens)
         unlimited = live.spec_of(live.calibrated(workers, found, {}))
-        prefill_s = live.prefill_busy_s(unlimited, sent, f"{ROUTER}+none")
+        prefill_s = live.prefill_busy_s(unlimited, sent, PROBE)
         step_s = full_step_s(found.profile.decode, sent)
         longer = DECODE_SHARE * prefill_s / (sent.output_tokens.sum() * step_s / BATCH)
         sent = replace(sent, output_tokens=np.maximum(1, np.rint(longer * sent.output_tokens)).astype(np.int32))
@@ -52,18 +54,21 @@ def run(options: live.Options) -> dict[str, Any]:
         spec = live.spec_of(cluster)
         sent = sent.speed_up(options.load * sent.duration_s / (DECODE_SHARE * prefill_s))
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
-        clean: dict[str, list[int]] = {admission: [] for admission in admissions}
-        served: dict[str, list[int]] = {admission: [] for admission in admissions}
+        clean: dict[str, list[int]] = {policy: [] for policy in policies}
+        served: dict[str, list[int]] = {policy: [] for policy in policies}
+        fallbacks: dict[str, list[dict[str, int]]] = {policy: [] for policy in policies}
         for repeat in range(options.repeats):
-            for place in range(len(admissions)):  # who comes first changes from repeat to repeat
-                admission = admissions[(place + repeat) % len(admissions)]
-                seed = 1 + repeat * len(admissions) + place
-                options.say(f"repeat {repeat + 1}, {admission}: the gateway starts")
-                with live.gateway(cluster, f"{ROUTER}+{admission}") as url:
-                    told = live.replayed(url, sent, slos, seed, options.say, f"repeat {repeat + 1}, {admission}")
-                clean[admission].append(int(told.good.sum()))
-                served[admission].append(int(told.served.sum()))
-    gym = {name: int(live.simulated(spec, sent, f"{ROUTER}+{name}").good.sum()) for name in admissions}
+            for place in range(len(policies)):  # who comes first changes from repeat to repeat
+                policy = policies[(place + repeat) % len(policies)]
+                seed = 1 + repeat * len(policies) + place
+                what = f"repeat {repeat + 1}, {policy}"
+                options.say(f"{what}: the gateway starts")
+                with live.gateway(cluster, policy) as front:
+                    told = live.replayed(front.url, sent, slos, seed, options.say, what)
+                    fallbacks[policy].append(front.fallbacks())
+                clean[policy].append(int(told.good.sum()))
+                served[policy].append(int(told.served.sum()))
+    gym = {name: int(live.simulated(spec, sent, name).good.sum()) for name in compiled}
     return {
         "trace": trace.name,
         "requests": sent.n_requests,
@@ -71,6 +76,7 @@ def run(options: live.Options) -> dict[str, Any]:
         "slo": slo,
         "clean": clean,
         "served": served,
+        "fallbacks": fallbacks,
         "gym_clean": gym,
         "ours": ours,
         "more_clean": {name: paired(clean[ours], clean[name]) for name in others},

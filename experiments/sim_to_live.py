@@ -52,8 +52,8 @@ def run(options: live.Options) -> dict[str, Any]:
         told: dict[str, Seen] = {}
         for seed, policy in enumerate(policies, start=1):
             options.say(f"{policy}: the gateway starts")
-            with live.gateway(cluster, f"{policy}+none") as url:
-                told[policy] = live.replayed(url, sent, slos, seed, options.say, policy)
+            with live.gateway(cluster, f"{policy}+none") as front:
+                told[policy] = live.replayed(front.url, sent, slos, seed, options.say, policy)
         found = live.measured(workers, plan, options.say, before)
     spec = live.spec_of(live.calibrated(workers, found, SLO))
     seen = {policy: (told[policy], live.simulated(spec, sent, f"{policy}+none")) for policy in policies}
