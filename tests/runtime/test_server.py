@@ -413,6 +413,15 @@ def test_over_ipv6(serve, cluster_file):
 MISBEHAVING = "tests.runtime.failing_policies:Misbehaving"
 
 
+def test_a_scrape_right_after_an_answer_has_it(serve, cluster_file):
+    """Counting is put off until the answer is on its way, not until after the next scrape."""
+    process = serve("--cluster", str(cluster_file()))
+    stub = process.stub()
+    for count in range(1, 101):
+        stub.Schedule(asked(lease_s=0.5), timeout=60)
+        assert metric(process, "conductor_requests_total") == count
+
+
 def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path, monkeypatch):
     orders, config = tmp_path / "orders", tmp_path / "config.yaml"
     monkeypatch.setenv("CONDUCTOR_TEST_ORDERS", str(orders))
