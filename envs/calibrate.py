@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -154,6 +154,7 @@ def calibrate(
     kv_bytes_per_token: float | None = None,
     kv_tokens: int | None = None,
     earlier: Calibration | None = None,
+    one_machine: bool = False,
     tell: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Calibration:
     """Measure two workers, or one that does both, and fit.
@@ -161,6 +162,8 @@ def calibrate(
     Args:
         gateway: before the two, where clients go through one.
         earlier: of the same workers; what was measured then counts as well. A machine's speed changes.
+        one_machine: prefill and decode worker share one, its memory and perhaps its cores. A prompt is prefilled more
+            slowly there while others are decoded, as they are in service, and so prefills are timed meanwhile.
         kv_bytes_per_token, kv_tokens: of the model, and of a worker's KV cache; None where the workers say so.
         tell: is told what is measured, how many of it are done and how many there are.
 
@@ -185,7 +188,8 @@ def calibrate(
         measured[part] = (earlier.times.get(part, []) if earlier else []) + new
         return measured[part]
 
-    times = timed("prefill", plan.prefills(), lambda point: prefill.prefill(*point))
+    with (gateway or decode).decoding(SHORTEST) if one_machine and moves else nullcontext():
+        times = timed("prefill", plan.prefills(), lambda point: prefill.prefill(*point))
     tokens = np.array([(t.new_tokens, t.prefix_tokens, t.at_once) for t in times], float)
     new, cached, at_once = tokens.T
     terms = np.stack([np.ones_like(new), at_once, at_once * new, at_once * ((new + cached) ** 2 - cached**2)], axis=1)
@@ -225,10 +229,14 @@ def calibrate(
         parts.append(part)
     if gateway is not None:
         lengths = [n for n in plan.lengths() for _ in range(2)]
-        firsts = timed("gateway", lengths, gateway.first_token)
+        beside = one_machine and moves
+        with gateway.decoding(SHORTEST) if beside else nullcontext():
+            firsts = timed("gateway", lengths, gateway.first_token)
         n = np.array([t.tokens for t in firsts], float)
         known = np.stack([np.ones_like(n), np.ones_like(n), n, n**2], axis=1) @ prefill_part.coefficients
-        known += np.stack([np.ones_like(n), np.ones_like(n), n], axis=1) @ decode_part.coefficients
+        # beside another, it waits for half an iteration of that one, and shares its own with it
+        iteration = (1.5, 2.0, 1.5 * SHORTEST) if beside else (1.0, 1.0, 0.0)
+        known += np.array([(iteration[0], iteration[1], iteration[2] + each) for each in n]) @ decode_part.coefficients
         if moves:
             known += latency_s["hand-over"]
             known += n * (kv_bytes_per_token or 0.0) * (1 / nic_bytes_per_s + 1 / join_bytes_per_s)
@@ -313,6 +321,9 @@ def main(
     longest_tokens: Annotated[int, typer.Option(min=LEAST_CONTEXT, help="Longest prompt")] = 2048,
     most_requests: Annotated[int, typer.Option(min=2, max=256, help="Largest decode batch")] = 16,
     repeats: Annotated[int, typer.Option(min=1, help="Of each measurement; the median counts")] = 3,
+    one_machine: Annotated[
+        bool, typer.Option("--one-machine", help="Both are on this one: time prefills while others are decoded")
+    ] = False,
     kv_bytes_per_token: Annotated[
         float | None, typer.Option(min=1e-9, help="KV of a token, all layers; default: as NIXL's metrics count it")
     ] = None,
@@ -343,6 +354,7 @@ def main(
                 gateway=gateway,
                 kv_bytes_per_token=kv_bytes_per_token,
                 kv_tokens=kv_tokens,
+                one_machine=one_machine,
                 tell=tell,
             )
     except WorkerError as error:

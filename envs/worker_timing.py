@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple, TypeVar
@@ -246,6 +247,34 @@ class LiveWorker:
         if len(meanwhile) < 2:
             raise WorkerError(f"{self.url}: a request ended before another had joined it")
         return JoinTime(tokens, float(meanwhile[-1] - meanwhile[0]), usual_s * (len(meanwhile) - 1))
+
+    @contextmanager
+    def decoding(self, context_tokens: int) -> Iterator[None]:
+        """A request is decoded meanwhile, and another when it has ended.
+
+        Raises:
+            WorkerError: at the end, where it fails.
+        """
+        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        begun, ended = threading.Event(), threading.Event()
+
+        def decode() -> None:
+            try:
+                while not ended.is_set():
+                    for _ in self.stream(self.tokens(context_tokens), most):
+                        begun.set()
+                        if ended.is_set():
+                            break
+            finally:
+                begun.set()
+
+        running = self._threads.submit(decode)
+        begun.wait()
+        try:
+            yield
+        finally:
+            ended.set()
+            running.result()
 
     def first_token(self, tokens: int) -> FirstTokenTime:
         """Time the first token of a prompt that nobody else keeps waiting.

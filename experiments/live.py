@@ -223,6 +223,7 @@ def measured(
     `earlier`: what was measured of them before counts as well.
     """
     pair = [next(row for row in cluster["workers"] if row["role"] == role) for role in ("prefill", "decode")]
+    one_machine = all(str(row["address"]).startswith("127.0.0.1:") for row in pair)
     with gateway(cluster | {"workers": pair}, "round_robin") as running:
         prefill, decode, front = [LiveWorker(at) for at in (*(f"http://{row['address']}" for row in pair), running.url)]
         try:
@@ -233,6 +234,7 @@ def measured(
                 gateway=front,
                 kv_bytes_per_token=float(cluster["model"]["kv_bytes_per_token"]),
                 earlier=earlier,
+                one_machine=one_machine,
                 tell=lambda what, done, total: tell(f"{what} {done} of {total}"),
             )
         finally:
