@@ -16,7 +16,7 @@ from rich.console import Console
 from policies import make_policy
 from traces import Trace, load
 
-from .loadgen import Prompts, Replay
+from .loadgen import LoadError, Prompts, Replay
 from .local_workers import LocalWorkers, WorkersError
 from .reference_workers import ReferenceWorkers
 from .sidecar import FAULTS, Options, Sidecar, host_and_port
@@ -110,8 +110,13 @@ async def _tell(sidecar: Sidecar, workers: LocalWorkers, requests_per_s: float) 
         return
     trace = _shortened(load(TRACE))
     speed = requests_per_s * trace.duration_s / trace.n_requests
-    while True:
-        await Replay(url, Prompts(trace, scale=SCALE), speed=speed).run()
+    while not sidecar.conductor.draining:
+        try:
+            await Replay(url, Prompts(trace, scale=SCALE), speed=speed).run()
+        except LoadError as error:  # as it must when the gateway is the first to go
+            if not sidecar.conductor.draining:
+                out.print(f"no more load: {error}", markup=False, highlight=False)
+            return
 
 
 def _shortened(trace: Trace) -> Trace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -10,10 +11,13 @@ import sys
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
+
+import runtime.demo
 
 pytest.importorskip("transformers", reason="needs the extra `worker`")
 
@@ -89,3 +93,20 @@ def test_what_cannot_be_is_said_in_a_line(options: list[str], words: str) -> Non
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=START_S, check=False)
     assert ended.returncode == 2
     assert words in ended.stderr and "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("going_down", [False, True])
+async def test_a_load_whose_gateway_is_gone_ends(going_down: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """On Ctrl-C the gateway may be the first to go: that is no error."""
+    gone = "127.0.0.1:9"
+    conductor = SimpleNamespace(draining=False)
+
+    class GoingDown(dict[str, str]):
+        def __getitem__(self, face: str) -> str:
+            conductor.draining = going_down and face == "grpc"  # the last place that is told
+            return super().__getitem__(face)
+
+    sidecar: Any = SimpleNamespace(bound=GoingDown(gateway=gone, live=gone, grpc=gone), conductor=conductor)
+    workers: Any = SimpleNamespace(roles=[], folder="nowhere")
+    await asyncio.wait_for(runtime.demo._tell(sidecar, workers, 1.0), 60)
+    assert ("no more load" in capsys.readouterr().out) is not going_down
