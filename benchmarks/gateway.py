@@ -128,7 +128,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     try:
         with live.live_workers(given.cluster, 2, 1) as cluster, ExitStack() as fronts:
-            urls = {"ours": fronts.enter_context(live.gateway(cluster, f"{POLICY}+none"))}
+            urls = {"ours": fronts.enter_context(live.gateway(cluster, f"{POLICY}+none")).url}
             if program is None:
                 result["vllm_router"] = f"left out: no program {given.vllm_router}; pip install vllm-router==0.1.17"
             else:
