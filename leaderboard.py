@@ -1283,7 +1283,13 @@ class Wanted(NamedTuple):
 
 
 def make_wanted(arguments: argparse.Namespace) -> list[Wanted]:
-    """The (part, cluster) pairs asked for, and the loads on each."""
+    """The (part, cluster) pairs asked for, and the loads on each.
+
+    Raises:
+        LeaderboardError: options that cannot be, or that exclude each other.
+    """
+    if arguments.load and arguments.capacity:
+        raise LeaderboardError("--load and --capacity both give the load; use one of them")
     parts = _flat(arguments.part, [DEFAULT_PART])
     for part in parts:
         if part not in PARTS:
@@ -1439,14 +1445,12 @@ def names_of(arguments: argparse.Namespace, suite: Suite | None) -> list[str]:
     """The policies asked for by name. Sets the number of seeds too.
 
     Raises:
-        LeaderboardError: none, and no submissions either; or options that exclude each other.
+        LeaderboardError: none, and no submissions either.
     """
     names = _flat(arguments.policies, suite_policies() if suite else default_policies())
     if not names and not arguments.submissions:
         raise LeaderboardError("--policies: expected at least one policy; see --list")
     arguments.seeds = arguments.seeds or (suite.seeds if suite else DEFAULT_SEEDS)
-    if arguments.load and arguments.capacity:
-        raise LeaderboardError("--load and --capacity both give the load; use one of them")
     return names
 
 

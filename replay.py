@@ -330,8 +330,6 @@ def run(arguments: argparse.Namespace, given: Sequence[str]) -> int:
     out = Path(arguments.out)
     if not out.resolve().parent.is_dir() or out.is_dir():
         raise LeaderboardError(f"--out {out}: expected a file in a folder that exists")
-    if arguments.load and arguments.capacity:
-        raise LeaderboardError("--load and --capacity both give the load; use one of them")
     contestants = [Contestant(name) for name in names]
     cell = chosen_cell(arguments)
     part = cell.setting.part

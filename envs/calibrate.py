@@ -23,7 +23,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -179,7 +179,7 @@ def calibrate(
     if not room:
         raise WorkerError(f"{prefill.url}: does not say how much KV it holds; expected --kv-tokens")
     moves = prefill is not decode
-
+    shared = one_machine and moves
     measured: dict[str, list[Any]] = {}
 
     def timed(part: str, points: Sequence[Point], once: Callable[[Point], Time]) -> list[Time]:
@@ -188,7 +188,10 @@ def calibrate(
         measured[part] = (earlier.times.get(part, []) if earlier else []) + new
         return measured[part]
 
-    with (gateway or decode).decoding(SHORTEST) if one_machine and moves else nullcontext():
+    def as_in_service() -> AbstractContextManager[None]:
+        return (gateway or decode).decoding(SHORTEST) if shared else nullcontext()
+
+    with as_in_service():
         times = timed("prefill", plan.prefills(), lambda point: prefill.prefill(*point))
     tokens = np.array([(t.new_tokens, t.prefix_tokens, t.at_once) for t in times], float)
     new, cached, at_once = tokens.T
@@ -229,14 +232,13 @@ def calibrate(
         parts.append(part)
     if gateway is not None:
         lengths = [n for n in plan.lengths() for _ in range(2)]
-        beside = one_machine and moves
-        with gateway.decoding(SHORTEST) if beside else nullcontext():
+        with as_in_service():
             firsts = timed("gateway", lengths, gateway.first_token)
         n = np.array([t.tokens for t in firsts], float)
         known = np.stack([np.ones_like(n), np.ones_like(n), n, n**2], axis=1) @ prefill_part.coefficients
         # beside another, it waits for half an iteration of that one, and shares its own with it
-        iteration = (1.5, 2.0, 1.5 * SHORTEST) if beside else (1.0, 1.0, 0.0)
-        known += np.array([(iteration[0], iteration[1], iteration[2] + each) for each in n]) @ decode_part.coefficients
+        iterations, requests, context = (1.5, 2.0, 1.5 * SHORTEST) if shared else (1.0, 1.0, 0.0)
+        known += np.array([(iterations, requests, context + each) for each in n]) @ decode_part.coefficients
         if moves:
             known += latency_s["hand-over"]
             known += n * (kv_bytes_per_token or 0.0) * (1 / nic_bytes_per_s + 1 / join_bytes_per_s)

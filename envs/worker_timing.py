@@ -154,7 +154,7 @@ class LiveWorker:
             WorkerError: a request fails, or they were not together long enough.
         """
         prompts = [self.tokens(context_tokens) for _ in range(batch)]
-        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        most = self._room(context_tokens)
         together, timed = _Countdown(batch), _Countdown(batch)
 
         def stream(prompt: list[int]) -> list[float]:
@@ -216,7 +216,7 @@ class LiveWorker:
             WorkerError: a request fails, or the first ends before the other has joined.
         """
         prompt = self.tokens(context_tokens)
-        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        most = self._room(context_tokens)
         settled, joined = threading.Event(), threading.Event()
 
         def stream() -> list[float]:
@@ -255,7 +255,7 @@ class LiveWorker:
         Raises:
             WorkerError: at the end, where it fails.
         """
-        most = (self.served.longest_tokens or 1 << 20) - context_tokens
+        most = self._room(context_tokens)
         begun, ended = threading.Event(), threading.Event()
 
         def decode() -> None:
@@ -332,6 +332,10 @@ class LiveWorker:
             return None
         found = re.findall(rf"^{re.escape(name)}(?:{{[^}}]*}})? (\S+)", text, re.MULTILINE)
         return sum(map(float, found)) if found else None
+
+    def _room(self, context_tokens: int) -> int:
+        """How many tokens an answer to a prompt of so many may have."""
+        return (self.served.longest_tokens or 1 << 20) - context_tokens
 
     def _post(self, prompt: Sequence[int], output_tokens: int, fields: dict[str, Any]) -> HTTPResponse:
         body = {

@@ -155,10 +155,11 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[Front]:
         threading.Thread(target=read, daemon=True).start()
         try:
             ready.wait(START_S)
-            found = [re.search(rf"{face} on (\S+)", "".join(lines)) for face in ("gateway", "metrics")]
-            if process.poll() is not None or None in found:
+            said = "".join(lines)
+            served, measured = (re.search(rf"{face} on (\S+)", said) for face in ("gateway", "metrics"))
+            if process.poll() is not None or served is None or measured is None:
                 raise LiveError("the gateway did not start:\n" + "".join(lines[-10:]))
-            front = Front(*(f"http://{each[1]}" for each in found if each is not None))
+            front = Front(f"http://{served[1]}", f"http://{measured[1]}")
             _warm_up(front.url)
             yield front
         finally:

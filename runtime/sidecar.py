@@ -812,7 +812,7 @@ class Sidecar:
     def _pull_metrics(self) -> None:
         """What the metrics ask for when they are scraped."""
         metrics, state_of = self.metrics, lambda: self.conductor.state
-        metrics.settle = lambda: self.conductor.tell()  # a scrape right after an answer has it
+        metrics.settle = self.conductor.tell  # a scrape right after an answer has it
         metrics.pull("conductor_reservations", lambda: len(state_of().flying))
         metrics.pull("conductor_leases_expired_total", lambda: state_of().expired)
         metrics.pull("conductor_unknown_reports_total", lambda: self.service.unknown_reports)

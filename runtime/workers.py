@@ -3,8 +3,8 @@
 A cluster file is a `ClusterSpec` with one more section:
 
     workers:
-      - {id: prefill-0, role: prefill, address: "10.0.0.1:8000", kv_events: "tcp://10.0.0.1:5557"}
-      - {id: decode-0, role: decode, address: "10.0.0.2:8000"}
+      - {id: prefill-0, role: prefill, address: "192.0.2.1:8000", kv_events: "tcp://192.0.2.1:5557"}
+      - {id: decode-0, role: decode, address: "192.0.2.2:8000"}
 
 Without it, the instances of the pools are called prefill-0 .. and decode-0 .. and have no address until they register.
 Where the gateway runs the legs, `connector` says how KV moves: nixl (vLLM's default), mooncake, store or sglang.
@@ -66,7 +66,7 @@ class Worker(BaseModel):
     role: Role
     address: str = Field(default="", description="host:port of its HTTP server; empty: not reachable (yet)")
     engine: Engine = Engine.VLLM
-    kv_events: str = Field(default="", description="ZMQ endpoint of its KV events, e.g. tcp://10.0.0.1:5557")
+    kv_events: str = Field(default="", description="ZMQ endpoint of its KV events, e.g. tcp://192.0.2.1:5557")
     kv_replay: str = Field(default="", description="ZMQ endpoint that replays KV events")
     metrics: str = Field(default="", description="URL of its Prometheus metrics; default http://ADDRESS/metrics")
     bootstrap: str = Field(default="", description="host:port of its KV transfer bootstrap server")

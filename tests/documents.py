@@ -33,6 +33,8 @@ import tyro
 import yaml
 from typer.core import TyperCommand, TyperGroup
 
+from .runtime.backends import free_port
+
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
@@ -200,12 +202,6 @@ def check(command: str) -> None:
 # --- commands that are run -----------------------------------------------------------------------------------------
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 @dataclass
 class Session:
     """A reader at a prompt: files, commands and servers of one page, in one folder."""
@@ -227,7 +223,7 @@ class Session:
         """The text with free ports in place of this machine's."""
 
         def free(found: re.Match[str]) -> str:
-            return f"127.0.0.1:{self.ports.setdefault(found[2], _free_port())}"
+            return f"127.0.0.1:{self.ports.setdefault(found[2], free_port())}"
 
         return ADDRESS.sub(free, text)
 

@@ -23,6 +23,7 @@ from envs.spec import load_cluster
 from leaderboard_site import PAGE, write_site
 from policies import PolicyError
 from policies.describe import describe
+from tests import browsing
 from tests.conftest import CHROMIUM
 from traces import builtin, load, save
 
@@ -225,15 +226,9 @@ def test_the_benchmark_measures_size_and_load_time() -> None:
 
 
 async def opened(browser: Any, folder: Path, said: list[str], fragment: str = "", **options: Any) -> Any:
-    """The page, opened from the disk; what its console says is added to `said`."""
-    context = await browser.new_context(**options)
-    page = await context.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda asked: None if asked.url.startswith(("file:", "data:")) else said.append(asked.url))
-    await page.goto((folder / "index.html").as_uri() + fragment)
-    await page.wait_for_selector("#ranking tbody tr")
-    return page
+    """The page, opened from the disk."""
+    address = (folder / "index.html").as_uri() + fragment
+    return await browsing.opened(browser, address, said, "#ranking tbody tr", **options)
 
 
 async def goodputs(page: Any) -> dict[str, tuple[float, float, float]]:
@@ -283,11 +278,7 @@ async def test_it_draws_a_real_run(site: Path, browser: Any, size: tuple[int, in
     assert len(curves) == 2 * 5 and all(line.count("L") == 1 and "NaN" not in line for line in curves)
     for figure in ("cell-lost", "cell-hits", "policy-lost", "policy-hits"):
         assert await page.locator(f"#{figure} rect[x]").count() > 0
-    drawn = await page.evaluate(
-        "[getComputedStyle(document.body).backgroundColor, getComputedStyle(document.body).color]"
-    )
-    brightness = [sum(map(int, re.findall(r"\d+", shade)[:3])) for shade in drawn]
-    assert (brightness[0] > brightness[1]) is (scheme == "light")
+    assert await browsing.is_light(page) is (scheme == "light")
     text = await page.locator("#policy").inner_text()
     assert "python leaderboard.py --policies 'conductor" in text or "python leaderboard.py --policies conductor" in text
     assert "router.threshold" in text

@@ -19,6 +19,7 @@ import replay
 from envs.state import Source, Status
 from leaderboard import Cell, Contestant, make_part, make_setting
 from replay_page import write_page
+from tests import browsing
 from traces import builtin
 
 SIZES = ((360, 740), (1400, 900), (3840, 2160))
@@ -255,14 +256,8 @@ def test_where_the_page_cannot_be_written_is_one_line(tmp_path: Path, capsys: An
 
 
 async def opened(browser: Any, file: Path, said: list[str], fragment: str = "", **options: Any) -> Any:
-    """The page, opened from the disk; what its console says, and what it asks for, is added to `said`."""
-    context = await browser.new_context(**options)
-    page = await context.new_page()
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    page.on("request", lambda asked: None if asked.url.startswith(("file:", "data:")) else said.append(asked.url))
-    await page.goto(file.as_uri() + fragment)
-    await page.wait_for_selector("body[data-ready]")
+    """The page, opened from the disk."""
+    page = await browsing.opened(browser, file.as_uri() + fragment, said, "body[data-ready]", **options)
     await settled(page)
     return page
 
@@ -295,9 +290,7 @@ async def test_it_draws(file: Path, browser: Any, size: tuple[int, int]) -> None
     for scheme in ("light", "dark"):  # and it follows a change
         await page.emulate_media(color_scheme=scheme)
         await settled(page)
-        drawn = await page.evaluate("[getComputedStyle(document.body).backgroundColor, ink('ink')]")
-        brightness = [sum(map(int, re.findall(r"\d+", shade)[:3])) for shade in drawn]
-        assert (brightness[0] > brightness[1]) is (scheme == "light")
+        assert await browsing.is_light(page, "ink('ink')") is (scheme == "light")
     assert min(await canvases.evaluate_all(PAINTED)) > 5  # once: Chromium warns of who reads a canvas often
     assert said == []
     await page.context.close()

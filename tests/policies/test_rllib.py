@@ -7,7 +7,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -30,6 +29,7 @@ from envs.spec import load_cluster
 from policies import make_policy
 from policies.networks import MASKED, SetScorer
 from policies.run_folder import load_training, load_weights
+from tests.runtime.backends import free_port
 from tests.training import error_of
 from train import main
 
@@ -321,12 +321,6 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
 
 
 # --- a Ray cluster -----------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return int(listening.getsockname()[1])
 
 
 @pytest.mark.parametrize(

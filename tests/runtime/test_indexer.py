@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import socket
 import time
 from contextlib import asynccontextmanager
 
@@ -28,6 +27,8 @@ from runtime.kv_events import KvEventSubscriber
 from runtime.prefix_index import Medium, PrefixIndex
 from runtime.sidecar import Options, Sidecar
 from runtime.workers import Role, load_live_cluster
+
+from .backends import free_port
 
 BLOCK = 16
 CLUSTER = """
@@ -801,12 +802,6 @@ async def test_the_sidecar_serves_it(tmp_path):
     finally:
         publisher.socket.close(0)
         await sidecar.stop()
-
-
-def free_port() -> int:
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        return held.getsockname()[1]
 
 
 @pytest.mark.parametrize("form", ["json", "msgpack"])

@@ -17,6 +17,7 @@ import yaml
 from runtime.client import Client
 from runtime.live_page import KEPT, LivePage, is_loopback
 from runtime.sidecar import ConfigError, Options, Sidecar
+from tests.browsing import opened
 from tests.runtime.conftest import Process
 
 SIZES = ((360, 740), (1280, 900), (3840, 2160))
@@ -122,13 +123,10 @@ def test_the_page_is_read_only(sidecar: Any) -> None:
 async def test_it_draws_and_explains_in_a_browser(
     sidecar: Any, browser: Any, size: tuple[int, int], scheme: str
 ) -> None:
-    context = await browser.new_context(viewport={"width": size[0], "height": size[1]}, color_scheme=scheme)
-    page = await context.new_page()
     said: list[str] = []
-    page.on("console", lambda message: said.append(message.text))
-    page.on("pageerror", lambda error: said.append(str(error)))
-    await page.goto(f"http://127.0.0.1:{sidecar.ports['live']}/live")
-    await page.wait_for_selector("#decisions tr")
+    here = f"http://127.0.0.1:{sidecar.ports['live']}/live"
+    window = {"width": size[0], "height": size[1]}
+    page = await opened(browser, here, said, "#decisions tr", (here, "data:"), viewport=window, color_scheme=scheme)
     state = get(sidecar.ports["live"], "/live/state")
     assert await page.locator(".tile").count() == len(state["workers"])
     assert await page.locator("#decisions tr").count() == len(state["decisions"])
@@ -152,7 +150,7 @@ async def test_it_draws_and_explains_in_a_browser(
         if not await button.get_attribute("aria-label"):
             raise AssertionError(f"a button without a name: {await button.inner_html()}")
     assert said == []
-    await context.close()
+    await page.context.close()
 
 
 async def test_it_follows_what_happens_and_says_when_nobody_answers(sidecar: Any, browser: Any) -> None:

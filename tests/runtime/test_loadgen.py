@@ -200,8 +200,9 @@ async def test_the_command(tmp_path: Path):
         assert len(engines["p0"].bodies[0]["prompt"]) == 38
         engines["d0"].gap_s = 60.0
         before = len(engines["d0"].bodies)
-        under_way = lambda: len(engines["d0"].bodies) > before  # noqa: E731
-        status, out, err = await command(*given, "--json", "-", interrupt_when=under_way)
+        status, out, err = await command(
+            *given, "--json", "-", interrupt_when=lambda: len(engines["d0"].bodies) > before
+        )
         assert status == 130 and json.loads(out)["completed"] == 0, err
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -17,6 +16,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from runtime.telemetry import EngineMetrics, Parser, Scraper, TelemetryError, mean_between, parse
 from runtime.workers import Engine, Role, Worker
+
+from .backends import free_port
 
 VLLM = """\
 # HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -244,12 +245,6 @@ async def serving(handler: Handler, port: int = 0) -> AsyncIterator[int]:
         yield runner.addresses[0][1]
     finally:
         await runner.cleanup()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def worker(port: int, name: str = "w", **fields: object) -> Worker:
