@@ -127,8 +127,8 @@ def pin_group(group: int, cores: set[int]) -> None:
 
 
 @contextmanager
-def gateway(cluster: dict[str, Any], policy: str) -> Iterator[Front]:
-    """A gateway before workers. Predictions go by the cluster's profile alone: calibration is off.
+def gateway(cluster: dict[str, Any], policy: str, *, calibrates: bool = False) -> Iterator[Front]:
+    """A gateway before workers. Unless it `calibrates`, predictions go by the cluster's profile alone, as in the gym.
 
     Raises:
         LiveError: it does not start.
@@ -137,7 +137,9 @@ def gateway(cluster: dict[str, Any], policy: str) -> Iterator[Front]:
         file = Path(folder) / "cluster.yaml"
         file.write_text(yaml.safe_dump(cluster))
         faces = [word for face in ("gateway", "grpc", "metrics") for word in (f"--{face}", "127.0.0.1:0")]
-        arguments = ["--cluster", str(file), "--policy", policy, *faces, "--no-calibrate"]
+        arguments = ["--cluster", str(file), "--policy", policy, *faces]
+        if not calibrates:
+            arguments.append("--no-calibrate")
         process = subprocess.Popen(
             [sys.executable, "-m", "serve_policy", *arguments], stderr=subprocess.PIPE, text=True
         )
@@ -290,14 +292,14 @@ def sent(trace: Trace, requests: int, longest_tokens: int, scale: float = SCALE)
     )
 
 
-def simulated(cluster: ClusterSpec, trace: Trace, policy: str) -> Seen:
-    """What the clients of a trace would see.
+def simulated(cluster: ClusterSpec, trace: Trace, policy: str, seed: int = 0) -> Seen:
+    """What the clients of a trace would see; `seed` is that of a random policy.
 
     vLLM's decode workers sample an answer's first token themselves, from KV that was handed over, where the papers'
     prefill worker has it: so one more token is decoded, and the first is there an iteration after the join.
     """
     longer = replace(trace, output_tokens=trace.output_tokens + 1)
-    outcomes = replay(cluster, longer, policy).outcomes
+    outcomes = replay(cluster, longer, policy, seed=seed).outcomes
     tbt_s = outcomes["tbt_mean_s"]
     ttft_s = outcomes["join_s"] + tbt_s - outcomes["arrival_s"]
     tbt_s = np.where(np.isnan(ttft_s) | (trace.output_tokens > 1), tbt_s, 0.0)

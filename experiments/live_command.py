@@ -17,6 +17,10 @@ TITLES = {
     "live_rejection": "Admission in overload, on live workers.",
 }
 LOADS = {"sim_to_live": 0.5, "live_rejection": 2.0}
+POLICIES = {  # of sim_to_live none that moves KV between prefill workers: vLLM's do not
+    "sim_to_live": "vllm_router,random,round_robin,cache_aware",
+    "live_rejection": "round_robin+none,round_robin+baseline,round_robin+predictive",
+}
 
 
 def parser(name: str) -> argparse.ArgumentParser:
@@ -41,15 +45,12 @@ def parser(name: str) -> argparse.ArgumentParser:
     )
     add("--most-requests", type=_from(2, int), default=8, help="largest decode batch of the calibration")
     if name == "sim_to_live":
-        add("--ordering", action="store_true", help="compare policies on two prefill workers")
+        add("--ordering", action="store_true", help="compare --policies on two prefill workers")
+        add("--policies", default=POLICIES[name], help="with --ordering")
+        add("--repeats", type=_from(1, int), default=2, help="of each policy, with --ordering")
     else:
-        add("--repeats", type=_from(2, int), default=3, help="of each admission")
-        admissions = ("none", "baseline", "predictive")
-        add(
-            "--policies",
-            default=",".join(f"round_robin+{admission}" for admission in admissions),
-            help="the last is compared with the others",
-        )
+        add("--policies", default=POLICIES[name], help="the last is compared with the others")
+        add("--repeats", type=_from(2, int), default=3, help="of each policy")
     add("--json", metavar="FILE|-", help="write the comparison; -: to stdout, and nothing else there")
     return made
 
@@ -93,8 +94,8 @@ def main(given: Sequence[str]) -> int:
         arguments.trace,
         arguments.requests,
         arguments.load,
-        getattr(arguments, "repeats", 1),
-        tuple(getattr(arguments, "policies", "").split(",")),
+        arguments.repeats,
+        tuple(arguments.policies.split(",")),
         getattr(arguments, "ordering", False),
         arguments.tuning,
         arguments.longest_tokens,

@@ -7,6 +7,8 @@ the clean ones of each, and by how many predictive early rejection has more than
 each paired with the others' of the same repeat, with Student's 95 % interval. `--policies` takes any others, a learned
 one say, and compares the last of them with the rest.
 
+The gateway goes on calibrating while it serves, as it does by default: a shared machine is not as fast at all times.
+
 The TBT SLO is what an iteration of `BATCH` requests takes, and answers are so long that decode at that batch is
 `DECODE_SHARE` times as busy as prefill: decode is what overflows first, and a prefill that ends there was for nothing.
 """
@@ -26,6 +28,7 @@ from runtime.loadgen import Slos
 from traces import Trace
 
 from . import live
+from .live import Seen
 
 PROBE = "round_robin+none"  # by which the gym says how busy prefill would be
 BATCH = 8  # requests that decode together within the TBT SLO
@@ -54,8 +57,7 @@ def run(options: live.Options) -> dict[str, Any]:
         spec = live.spec_of(cluster)
         sent = sent.speed_up(options.load * sent.duration_s / (DECODE_SHARE * prefill_s))
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
-        clean: dict[str, list[int]] = {policy: [] for policy in policies}
-        served: dict[str, list[int]] = {policy: [] for policy in policies}
+        told: dict[str, list[Seen]] = {policy: [] for policy in policies}
         fallbacks: dict[str, list[dict[str, int]]] = {policy: [] for policy in policies}
         for repeat in range(options.repeats):
             for place in range(len(policies)):  # who comes first changes from repeat to repeat
@@ -63,24 +65,32 @@ def run(options: live.Options) -> dict[str, Any]:
                 seed = 1 + repeat * len(policies) + place
                 what = f"repeat {repeat + 1}, {policy}"
                 options.say(f"{what}: the gateway starts")
-                with live.gateway(cluster, policy) as front:
-                    told = live.replayed(front.url, sent, slos, seed, options.say, what)
+                with live.gateway(cluster, policy, calibrates=True) as front:
+                    told[policy].append(live.replayed(front.url, sent, slos, seed, options.say, what))
                     fallbacks[policy].append(front.fallbacks())
-                clean[policy].append(int(told.good.sum()))
-                served[policy].append(int(told.served.sum()))
-    gym = {name: int(live.simulated(spec, sent, name).good.sum()) for name in compiled}
+    counted = {policy: [counts(seen, slos) for seen in told[policy]] for policy in policies}
+    clean = {policy: [count["clean"] for count in counted[policy]] for policy in policies}
     return {
         "trace": trace.name,
         "requests": sent.n_requests,
         "load": options.load,
         "slo": slo,
-        "clean": clean,
-        "served": served,
+        "live": counted,
         "fallbacks": fallbacks,
-        "gym_clean": gym,
+        "gym": {name: counts(live.simulated(spec, sent, name), slos) for name in compiled},
         "ours": ours,
         "more_clean": {name: paired(clean[ours], clean[name]) for name in others},
         "calibration": found.report(),
+    }
+
+
+def counts(seen: Seen, slos: Slos) -> dict[str, int]:
+    """How many requests were clean, served, and of these late (TTFT) and slow (TBT)."""
+    return {
+        "clean": int(seen.good.sum()),
+        "served": int(seen.served.sum()),
+        "late": int((seen.ttft_s > slos.ttft_s).sum()),
+        "slow": int((seen.tbt_s > slos.tbt_s).sum()),
     }
 
 

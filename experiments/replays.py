@@ -14,24 +14,29 @@ from policies import CompiledPolicy, make_policy
 from traces import Trace
 
 
-def replay(cluster: ClusterSpec | CoupledSpec, trace: Trace, policy: str = "", *, speed: float = 1.0) -> Replay:
+def replay(
+    cluster: ClusterSpec | CoupledSpec, trace: Trace, policy: str = "", *, speed: float = 1.0, seed: int = 0
+) -> Replay:
     """What becomes of a trace's requests, arriving `speed` times as fast, on an empty cluster.
 
     Args:
         policy: who decides in a Mooncake cluster, by the name of a compiled policy; coupled instances need none.
+        seed: of its randomness, if it has any.
     """
     if isinstance(cluster, CoupledSpec):
         return CoupledSimulator(cluster, trace, speed=speed).replay()
-    simulator, decider = started(cluster, trace, policy, speed=speed)
+    simulator, decider = started(cluster, trace, policy, speed=speed, seed=seed)
     decider.replay(simulator, 0)
     return replay_of(simulator, trace)
 
 
-def started(cluster: ClusterSpec, trace: Trace, policy: str, *, speed: float = 1.0) -> tuple[Simulator, CompiledPolicy]:
+def started(
+    cluster: ClusterSpec, trace: Trace, policy: str, *, speed: float = 1.0, seed: int = 0
+) -> tuple[Simulator, CompiledPolicy]:
     """A cluster before the first request of a trace, and its policy, for experiments that look in between."""
     decider = make_policy(policy)
     assert isinstance(decider, CompiledPolicy)
-    decider.reset(1, 0)
+    decider.reset(1, seed)
     simulator = Simulator.with_room(cluster, trace)
     simulator.load(0, trace, speed=speed, recheck=decider.recheck)
     return simulator, decider

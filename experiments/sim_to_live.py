@@ -5,9 +5,10 @@ fast at one time as at another. The gateway decides by what was found before; th
 
 - accuracy: one prefill and one decode worker. TTFT and TBT as clients see them, their medians and P90s, and the rank
   correlation of the requests' TTFT (Spearman's).
-- ordering: two prefill workers and one that decodes (`--ordering`), several policies: the mean TTFT of each, live and
-  in the gym; of each pair of policies the difference, request by request, with its 95 % interval, live. Where an
-  interval leaves 0 out, the gym has to agree.
+- ordering: two prefill workers and one that decodes (`--ordering`), several policies, each replayed `--repeats` times,
+  first one way round and then the other, since a shared machine is not as fast at all times: the mean TTFT of each,
+  live and in the gym; of each pair the difference, request by request, with its 95 % interval, live. Where an interval
+  leaves 0 out, the gym has to agree.
 
 Reported is the last fifth of the trace, on which nothing was fitted or chosen; `--tuning` takes the first three fifths
 instead, on which the procedure was made. Only the speed comes from the trace itself: it is such that its prefills keep
@@ -20,6 +21,7 @@ from itertools import combinations
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
 from envs.calibrate import Plan
@@ -29,7 +31,8 @@ from runtime.loadgen import Slos
 from . import live
 from .live import Seen
 
-POLICIES = ("random", "round_robin", "load_balancing", "cache_aware")  # none of them moves KV between prefill workers
+POLICY = "round_robin"  # where policies are not compared
+GYM_SEEDS = 20  # of a random policy in the gym
 SLO = {"ttft_s": 5.0, "tbt_s": 0.5}
 REPEATS = 2  # of each measurement, before and after
 MEDIAN_WITHIN, P90_WITHIN, LEAST_CORRELATION = 0.1, 0.2, 0.8
@@ -44,19 +47,21 @@ def run(options: live.Options) -> dict[str, Any]:
         cluster = live.calibrated(workers, before, SLO)
         spec = live.spec_of(cluster)
         trace = live.trace_of(options)
-        policies = POLICIES if options.ordering else POLICIES[1:2]
+        policies = options.policies if options.ordering else (POLICY,)
         sent = live.sent(trace, options.requests, options.longest_tokens)
         speed = options.load * sent.duration_s / live.prefill_busy_s(spec, sent, f"{policies[-1]}+none")
         sent = sent.speed_up(speed)
         slos = Slos(spec.slo.ttft_s, spec.slo.tbt_s, spec.slo.tbt_tail_share)
-        told: dict[str, Seen] = {}
-        for seed, policy in enumerate(policies, start=1):
-            options.say(f"{policy}: the gateway starts")
-            with live.gateway(cluster, f"{policy}+none") as front:
-                told[policy] = live.replayed(front.url, sent, slos, seed, options.say, policy)
+        told: dict[str, list[Seen]] = {policy: [] for policy in policies}
+        for repeat in range(options.repeats if options.ordering else 1):
+            for place, policy in enumerate(policies if repeat % 2 == 0 else policies[::-1]):
+                seed = 1 + repeat * len(policies) + place
+                what = f"repeat {repeat + 1}, {policy}"
+                options.say(f"{what}: the gateway starts")
+                with live.gateway(cluster, f"{policy}+none") as front:
+                    told[policy].append(live.replayed(front.url, sent, slos, seed, options.say, what))
         found = live.measured(workers, plan, options.say, before)
     spec = live.spec_of(live.calibrated(workers, found, SLO))
-    seen = {policy: (told[policy], live.simulated(spec, sent, f"{policy}+none")) for policy in policies}
     result: dict[str, Any] = {
         "trace": trace.name,
         "part": "training" if options.tuning else "test",
@@ -67,9 +72,13 @@ def run(options: live.Options) -> dict[str, Any]:
         "calibration_before": before.report(),
         "calibration": found.report(),
     }
-    if options.ordering:
-        return result | ordering(sent.arrival_s, seen)
-    return result | accuracy(*seen[policies[0]])
+    if not options.ordering:
+        return result | accuracy(told[POLICY][0], live.simulated(spec, sent, f"{POLICY}+none"))
+    ttft_s = {}
+    for policy in policies:
+        gym = [live.simulated(spec, sent, f"{policy}+none", seed).ttft_s for seed in range(GYM_SEEDS)]
+        ttft_s[policy] = np.stack([seen.ttft_s for seen in told[policy]]), np.stack(gym)
+    return result | {"repeats": options.repeats} | ordering(sent.arrival_s, ttft_s)
 
 
 def accuracy(seen: Seen, simulated: Seen) -> dict[str, Any]:
@@ -103,28 +112,33 @@ def accuracy(seen: Seen, simulated: Seen) -> dict[str, Any]:
     }
 
 
-def ordering(arrival_s: Any, seen: dict[str, tuple[Seen, Seen]]) -> dict[str, Any]:
-    """Policies by mean TTFT, live and in the gym; a pair of them is told apart where its live interval leaves 0 out."""
+def ordering(
+    arrival_s: NDArray[np.float64], ttft_s: dict[str, tuple[NDArray[np.float64], NDArray[np.float64]]]
+) -> dict[str, Any]:
+    """Policies by mean TTFT; a pair of them is told apart where its live interval leaves 0 out.
+
+    Args:
+        arrival_s: float64[R]. ttft_s: of each policy, live and in the gym, float64[repeats, R] each.
+    """
     blocks = time_blocks(arrival_s)
     pairs = []
-    for one, other in combinations(seen, 2):
-        (live_one, gym_one), (live_other, gym_other) = seen[one], seen[other]
-        apart = difference_of_means(live_one.ttft_s[None], live_other.ttft_s[None], blocks)
-        gym = float(np.mean(gym_one.ttft_s - gym_other.ttft_s))
-        separate = apart.low > 0 or apart.high < 0
+    for one, other in combinations(ttft_s, 2):
+        (live_one, gym_one), (live_other, gym_other) = ttft_s[one], ttft_s[other]
+        apart = difference_of_means(live_one, live_other, blocks)
+        gym_s = float(gym_one.mean() - gym_other.mean())
         pairs.append(
             {
                 "policies": [one, other],
                 "live_s": apart._asdict(),
-                "gym_s": gym,
-                "told_apart": separate,
-                "agrees": gym * apart.mean > 0,
+                "gym_s": gym_s,
+                "told_apart": apart.low > 0 or apart.high < 0,
+                "agrees": gym_s * apart.mean > 0,
             }
         )
     told_apart = [pair for pair in pairs if pair["told_apart"]]
     means = {
-        name: {"live_ttft_s": float(told.ttft_s.mean()), "gym_ttft_s": float(gym.ttft_s.mean())}
-        for name, (told, gym) in seen.items()
+        name: {"live_ttft_s": float(told.mean()), "gym_ttft_s": float(gym.mean())}
+        for name, (told, gym) in ttft_s.items()
     }
     return {
         "policies": means,

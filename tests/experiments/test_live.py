@@ -87,13 +87,13 @@ def test_ordering_counts_only_what_is_told_apart() -> None:
     base = rng.exponential(1.0, 300)
     noise = rng.normal(0, 0.05, 300)
     policies = {
-        "slow": (seen((base + 1 + noise).tolist()), seen((base + 2).tolist())),
-        "fast": (seen(base.tolist()), seen(base.tolist())),
-        "as_fast": (seen((base + noise - noise.mean()).tolist()), seen((base + 0.1).tolist())),
+        "slow": (np.stack([base + 1 + noise, base + 1 - noise]), np.stack([base + 2])),
+        "fast": (np.stack([base, base]), np.stack([base, base])),
+        "as_fast": (np.stack([base + noise, base - noise]), np.stack([base + 0.1])),
     }
     found = sim_to_live.ordering(arrivals, policies)
     assert found["told_apart"] == 2 and found["holds"] and found["gym_order"] == ["fast", "as_fast", "slow"]
-    wrong = sim_to_live.ordering(arrivals, policies | {"slow": (policies["slow"][0], seen((base - 1).tolist()))})
+    wrong = sim_to_live.ordering(arrivals, policies | {"slow": (policies["slow"][0], np.stack([base - 1]))})
     assert wrong["told_apart"] == 2 and not wrong["holds"]
     alike = sim_to_live.ordering(arrivals, {name: policies[name] for name in ("fast", "as_fast")})
     assert not alike["holds"], "where nothing is told apart nothing is shown"
