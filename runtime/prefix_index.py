@@ -31,6 +31,7 @@ Numbers = NDArray[np.int32]
 _APPLY_WORDS = {name: i for i, name in enumerate(APPLY.names or ())}
 _GIVEN = _APPLY_WORDS["stored"]  # words before it are set by the caller
 _NO_NUMBERS: Numbers = np.zeros(0, np.int32)
+MOST_LINGERING = 1 << 14  # ends of chains that stay known for a time; beyond, the oldest go
 _LOAD = 0.6  # share of a growing hash table that may be in use
 
 
@@ -133,6 +134,7 @@ class PrefixIndex:
         self._places["group"] = -1
         self._engine = np.zeros(_power(2 * min(capacity, self.engine_capacity) / _LOAD), engine_hashes.ENGINE)
         self._expected = np.zeros(1024, expectations.PAIR)
+        self._lingering = np.zeros(MOST_LINGERING, table.LINGER)
         self._routes = np.zeros(0, expectations.ROUTE)
         self._routed = np.zeros(0, expectations.PAIR)
         self._header = np.zeros(1, table.INDEX)
@@ -143,6 +145,7 @@ class PrefixIndex:
         self._set(free_list=address(self._free), places=address(self._places))
         self._use_engine(self._engine)
         self._use_expected(self._expected)
+        self._set(lingering=address(self._lingering), linger_mask=MOST_LINGERING - 1)
         self._set(route_mask=-1, route_limit=_power(capacity))
 
     # --- what there is ---
@@ -262,14 +265,18 @@ class PrefixIndex:
             bad = expectations.expect(self._at, where, ids)
         _checked_number(ids, bad, "in use")
 
-    def unexpect(self, instance: int, numbers: Numbers) -> None:
+    def unexpect(self, instance: int, numbers: Numbers, *, until_s: float | None = None) -> None:
         """A request that was to bring blocks to an instance is done, or will not come.
+
+        Blocks that nothing refers to then are forgotten; with `until_s` not before `expire` comes to that time, or
+        something else needs room.
 
         Raises:
             ValueError: a number that was not expected there, or an instance out of range. The others are done with.
         """
         ids = _number_array(numbers)
-        bad = expectations.unexpect(self._at, self._checked(instance), ids)
+        until_us = -1 if until_s is None else round(until_s * 1e6)
+        bad = expectations.unexpect(self._at, self._checked(instance), ids, until_us)
         _checked_number(ids, bad, f"expected at instance {instance}")
 
     # --- residency by own hash ---
@@ -314,7 +321,9 @@ class PrefixIndex:
         return int(done)
 
     def expire(self, now_s: float) -> int:
-        """End assumptions whose time has come, in the order they were made; how many blocks are gone by it."""
+        """End assumptions whose time has come, in the order they were made; how many blocks are gone by it. And forget
+        what was not to be forgotten before (`unexpect`)."""
+        table.dismiss(self._at, round(now_s * 1e6))
         return int(expectations.forget(self._at, round(now_s * 1e6)))
 
     # --- residency by the engines' events ---

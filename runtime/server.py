@@ -337,7 +337,8 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
         self, request_iterator: AsyncIterator[pb.ScheduleRequest], context: Any
     ) -> AsyncIterator[pb.ScheduleResponse]:
         async for request in request_iterator:
-            await _refuse_unreadable(request, context)
+            if request is _UNREADABLE:
+                await _refuse_unreadable(request, context)
             try:
                 yield self._schedule(request, context)
             except RequestError as error:

@@ -10,9 +10,12 @@ One header record (`INDEX`) holds sizes and addresses; kernels get its address. 
 - `engine`, what the engines call the blocks (engine_hashes.py).
 - `expected`, how many requests will bring a block to an instance; `routes` and `routed`, what is only assumed to be
   somewhere (expectations.py).
+- `lingering`, a ring of the ends of chains that nothing refers to, until when they stay known all the same.
 
 A block with followers is never recycled, so the block before a known one stays known unless it never was. A number is
-free again as soon as nothing refers to it: not resident, not expected, not held, no follower.
+free again as soon as nothing refers to it: not resident, not expected, not held, no follower; only the blocks of a
+prefill that is done linger, for the worker's KV events are about to say that they are there. Those that linger go
+first where room is needed.
 """
 
 from __future__ import annotations
@@ -32,8 +35,12 @@ MEDIA = 4
 
 SLOT = np.dtype([("hash", "u8"), ("number", "i8")])  # number + 1; 0 is an empty slot
 CELL = np.dtype(
-    [("hash", "u8"), ("before", "i4"), ("followers", "i4"), ("held", "i4"), ("used", "i2"), ("touched", "i2")]
+    [
+        *(("hash", "u8"), ("before", "i4"), ("followers", "i4"), ("held", "i4")),
+        *(("used", "i1"), ("lingers", "i1"), ("touched", "i2")),
+    ]
 )
+LINGER = np.dtype([("hash", "u8"), ("until_us", "i8")])
 INSTANCE = np.dtype(
     [
         ("gpu", "i8"),  # blocks per medium
@@ -55,9 +62,11 @@ INDEX = np.dtype(
             *("slot_mask", "slot_shift"),
             *("engine_mask", "engine_shift", "engine_used", "engine_limit"),
             *("expected_mask", "expected_shift", "expected_used", "expected_limit"),
+            *("linger_mask", "linger_first", "linger_last"),
             *("route_mask", "route_limit", "route_first", "route_last", "routed_mask", "routed_shift", "routed_used"),
             # addresses
             *("slots", "cells", "blocks", "media", "free_list", "engine", "expected", "routes", "routed", "places"),
+            "lingering",
         )
     ]
 )
@@ -71,6 +80,7 @@ index_at: Any = record_at(INDEX)
 _slot_at: Any = record_at(SLOT)
 _cell_at: Any = record_at(CELL)
 _instance_at: Any = record_at(INSTANCE)
+_linger_at: Any = record_at(LINGER)
 
 
 @compiled
@@ -261,16 +271,59 @@ def _free(index, number):
 
 
 @compiled
+def _is_idle(index, number):
+    """Whether nothing refers to a number in use."""
+    cell = cell_of(index, number)
+    if cell.used == 0 or cell.followers != 0 or cell.held != 0:
+        return False
+    for w in range(index.words):
+        if i8_at(index.blocks)[number * index.words + w] != 0 or i8_at(index.media)[number * index.words + w] != 0:
+            return False
+    return True
+
+
+@compiled
 def retire(index, number):
     """Give back a number nothing refers to, then those before it that only this one kept."""
-    while number >= 0:
-        cell = cell_of(index, number)
-        if cell.used == 0 or cell.followers != 0 or cell.held != 0:
-            return
-        for w in range(index.words):
-            if i8_at(index.blocks)[number * index.words + w] != 0 or i8_at(index.media)[number * index.words + w] != 0:
-                return
+    while number >= 0 and _is_idle(index, number):
         number = _free(index, number)
+
+
+@compiled
+def _dismiss_first(index):
+    """What has lingered longest is given back, unless something refers to it by now."""
+    entry = _linger_at(index.lingering, index.linger_first & index.linger_mask)
+    index.linger_first += 1
+    number = np.int64(slot_of(index, search(index, entry.hash)).number) - 1
+    if number >= 0:
+        cell_of(index, number).lingers = 0
+        retire(index, number)
+
+
+@compiled
+def linger(index, number, until_us):
+    """`retire` a number later: it stays known until then, and with it those before it."""
+    cell = cell_of(index, number)
+    if cell.lingers != 0 or not _is_idle(index, number):
+        return
+    if index.linger_last - index.linger_first > index.linger_mask:
+        _dismiss_first(index)
+    entry = _linger_at(index.lingering, index.linger_last & index.linger_mask)
+    index.linger_last += 1
+    entry.hash = cell.hash
+    entry.until_us = until_us
+    cell.lingers = 1
+
+
+@compiled
+def dismiss(at, now_us):
+    """Give back what was to linger until `now_us` at the latest."""
+    index = index_at(at, 0)
+    while (
+        index.linger_first < index.linger_last
+        and _linger_at(index.lingering, index.linger_first & index.linger_mask).until_us <= now_us
+    ):
+        _dismiss_first(index)
 
 
 @compiled
@@ -302,11 +355,16 @@ def _evict(index, number):
 
 @compiled
 def _make_room(index):
-    """Free a number: of the block before the last one evicted, if that was not touched since; else by second chance.
+    """Free a number: of a block that lingers; of the block before the last one evicted, if that was not touched since;
+    else by second chance.
 
     The hand goes round the numbers. A touched block loses its touch as the hand passes, an untouched one at the end of
     a chain goes. So a chain goes from its end, and only after a whole round in which nobody asked for it.
     """
+    while index.linger_first < index.linger_last:
+        _dismiss_first(index)
+        if index.free > 0:
+            return True
     if index.exhausted != 0:
         return False
     victim = index.next_victim
@@ -358,6 +416,7 @@ def number_of(index, own, before):
     cell.followers = 0
     cell.held = 0
     cell.used = 1
+    cell.lingers = 0
     cell.touched = 1
     if before >= 0:
         cell_of(index, before).followers += 1

@@ -19,6 +19,7 @@ from .block_table import (
     first_bad,
     home,
     index_at,
+    linger,
     number_of,
     prefetch_slot,
     put,
@@ -166,8 +167,9 @@ def bring(at, p, hashes, known, numbers):
 
 
 @compiled
-def unexpect(at, p, numbers):
-    """A request that was to bring blocks to instance p is done with them.
+def unexpect(at, p, numbers, until_us):
+    """A request that was to bring blocks to instance p is done with them; what nothing refers to then lingers until a
+    time, or is given back at once (-1).
 
     -1, or the place of a number not expected there; the rest is done all the same.
     """
@@ -175,11 +177,11 @@ def unexpect(at, p, numbers):
     bad = first_bad(index, numbers, True)
     if bad >= 0:
         return bad
-    return settle(at, p, numbers)
+    return settle(at, p, numbers, until_us)
 
 
 @compiled
-def settle(at, p, numbers):
+def settle(at, p, numbers, until_us):
     """`unexpect` numbers that are in use for certain."""
     index = index_at(at, 0)
     bad = -1
@@ -189,7 +191,7 @@ def settle(at, p, numbers):
         if i >= AHEAD:
             later = np.int64(numbers[i - AHEAD])
             _prefetch_pair(index.expected, index.expected_shift, _pair_key(later, p))
-            if cell_of(index, later).held == 1:  # it will be given back, unless it is somewhere by now
+            if until_us < 0 and cell_of(index, later).held == 1:  # it will be given back, unless it is somewhere by now
                 prefetch_slot(index, cell_of(index, later).hash)
         place = _search_pair(index.expected, index.expected_mask, index.expected_shift, _pair_key(number, p))
         pair = _pair_at(index.expected, place)
@@ -204,7 +206,10 @@ def settle(at, p, numbers):
         cell = cell_of(index, number)
         cell.held -= 1
         if cell.held == 0:
-            retire(index, number)
+            if until_us < 0:
+                retire(index, number)
+            else:
+                linger(index, number, until_us)
     return bad
 
 

@@ -40,6 +40,7 @@ from .ledger import ledger_of, parameters_of, state_of
 
 LOCAL, FETCH, RECOMPUTE = int(Source.LOCAL), int(Source.FETCH), int(Source.RECOMPUTE)
 WAITING, DECODE = 3, 4  # of runtime.live_state.Stage
+LINGER_S = 1.0  # for which blocks stay known after their prefill: by then KV events have said that they are there
 MEMORY = 0.98  # of the moving output length and decode time (docs/physics.md)
 
 
@@ -178,7 +179,7 @@ def prefilled(at, hashes, blocks, p, d, input_tokens, slot, at_s, prefill_s, run
     parameters = parameters_of(ledger)
     if until_us >= 0 and route(ledger.index, p, hashes, blocks, until_us) == -2:
         return -1.0
-    settle(ledger.index, p, blocks)
+    settle(ledger.index, p, blocks, np.int64(1e6 * (at_s + LINGER_S)))
     if running != 0:
         prefill_of(state, p).running = 0
     clock_of(state).prefill_s += prefill_s

@@ -18,6 +18,7 @@ class Block:
         self.places: set[tuple[int, int]] = set()  # (instance, medium)
         self.expected: dict[int, int] = {}  # by instance, how many requests
         self.pending: set[int] = set()
+        self.lingers = False
 
 
 class ReferenceIndex:
@@ -28,6 +29,7 @@ class ReferenceIndex:
         self.blocks: dict[int, Block] = {}
         self.engine: dict[tuple[int, int], int] = {}
         self.until: dict[tuple[int, int], float] = {}  # (hash, instance): end of an assumption
+        self.lingering: list[tuple[float, int]] = []  # until when, hash
 
     # --- keeping blocks ---
 
@@ -36,15 +38,15 @@ class ReferenceIndex:
             self.blocks[own] = Block(before)
         return self.blocks[own]
 
+    def _is_idle(self, own: int) -> bool:
+        block = self.blocks.get(own)
+        if block is None or block.held or block.places or block.pending:
+            return False
+        return not any(other.before == own for other in self.blocks.values())
+
     def _retire(self, own: int | None) -> None:
-        while own is not None:
-            block = self.blocks.get(own)
-            if block is None or block.held or block.places or block.pending:
-                return
-            if any(other.before == own for other in self.blocks.values()):
-                return
-            del self.blocks[own]
-            own = block.before
+        while own is not None and self._is_idle(own):
+            own = self.blocks.pop(own).before
 
     def _put(self, own: int, before: int | None, instance: int, medium: int) -> bool:
         block = self._know(own, before)
@@ -90,7 +92,7 @@ class ReferenceIndex:
             if not self._resident(own, instance):
                 block.pending.add(instance)
 
-    def unexpect(self, instance: int, hashes: list[int]) -> None:
+    def unexpect(self, instance: int, hashes: list[int], until_s: float | None = None) -> None:
         for own in reversed(hashes):
             block = self.blocks[own]
             block.held -= 1
@@ -98,7 +100,11 @@ class ReferenceIndex:
             if not block.expected[instance]:
                 del block.expected[instance]
                 block.pending.discard(instance)
-            self._retire(own)
+            if until_s is None:
+                self._retire(own)
+            elif self._is_idle(own) and not block.lingers:
+                block.lingers = True
+                self.lingering.append((until_s, own))
 
     def store(self, instance: int, medium: int, hashes: list[int], parent: int | None = None) -> None:
         before = parent if parent in self.blocks else None
@@ -130,6 +136,11 @@ class ReferenceIndex:
             self.until[own, instance] = until_s
 
     def expire(self, now_s: float) -> None:
+        while self.lingering and self.lingering[0][0] <= now_s:
+            _, own = self.lingering.pop(0)
+            if own in self.blocks:
+                self.blocks[own].lingers = False
+                self._retire(own)
         for (own, instance), until_s in list(self.until.items()):
             if until_s <= now_s:
                 del self.until[own, instance]

@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from envs.state import DEVICE, HOST, PENDING
 from runtime.block_hash import hash_blocks, namespace
-from runtime.prefix_index import Medium, PrefixIndex, Tally
+from runtime.prefix_index import MOST_LINGERING, Medium, PrefixIndex, Tally
 
 from .reference_prefix_index import ReferenceIndex, check, contents
 
@@ -105,12 +105,13 @@ class Machine(RuleBasedStateMachine):
             self.slow.expect(p, hashes)
             self.expected.append((p, hashes, numbers))
 
-    @rule(which=st.integers(0, 9))
-    def unexpect(self, which: int) -> None:
+    @rule(which=st.integers(0, 9), for_s=st.sampled_from([None, 1, 3]))
+    def unexpect(self, which: int, for_s: int | None) -> None:
         if self.expected:
             p, hashes, numbers = self.expected.pop(which % len(self.expected))
-            self.index.unexpect(p, numbers)
-            self.slow.unexpect(p, hashes)
+            until_s = None if for_s is None else self.now_s + for_s
+            self.index.unexpect(p, numbers, until_s=until_s)
+            self.slow.unexpect(p, hashes, until_s)
 
     @rule(
         prompt=PROMPTS,
@@ -239,6 +240,42 @@ def test_pending_until_the_last_is_done() -> None:
     assert index.blocks[numbers[0], 0] == 1 << (16 * PENDING)
     index.unexpect(0, numbers)
     assert index.blocks[numbers[0], 0] == 0 and index.used == 0
+
+
+def test_the_blocks_of_a_prefill_that_is_done_linger() -> None:
+    """They keep their numbers until events say where they are, for a time, and while nothing else needs room."""
+    index = new_index(8, 3)
+
+    def prefilled(prompt: list[int]) -> np.ndarray:
+        numbers = index.intern(array(chain(prompt)), hold=True)
+        index.expect(0, numbers)
+        index.release(numbers)
+        index.unexpect(0, numbers, until_s=10.0)
+        return numbers
+
+    told, untold = prefilled([0, 1]), prefilled([0, 2, 3])
+    index.expire(9.9)
+    assert index.used == 4 and not index.blocks.any()
+    index.store(0, Medium.GPU, array(chain([0, 1])))
+    assert index.find(array(chain([0, 1]))).tolist() == told.tolist()
+    assert index.find(array(chain([0, 2, 3]))).tolist() == untold.tolist()
+    index.expire(10.0)
+    check(index)
+    assert index.used == 2 and len(index.find(array(chain([0, 2, 3])))) == 1
+    prefilled([0, 2, 3])
+    assert index.store(1, Medium.GPU, array(chain([1, 1, 1, 1, 1, 1]))) == 6, "what lingers goes before what is cached"
+    check(index)
+    assert index.evicted == 0 and len(index.find(array(chain([0, 1])))) == 2
+
+
+def test_more_linger_than_there_is_room_for() -> None:
+    index = new_index(4 * MOST_LINGERING, 3)
+    for own in range(1, MOST_LINGERING + 3):
+        numbers = index.intern(array([own]), hold=True)
+        index.expect(0, numbers)
+        index.release(numbers)
+        index.unexpect(0, numbers, until_s=10.0)
+    assert index.used == MOST_LINGERING and len(index.find(array([1]))) == 0 and len(index.find(array([3]))) == 1
 
 
 def test_many_expected() -> None:
