@@ -65,7 +65,7 @@ EXAMPLE = r"192\.0\.2\.\d+"
 ADDRESS = re.compile(rf"(127\.0\.0\.1|localhost|{EXAMPLE})(:| --port |, port_value: )([1-9]\d*)")
 TRACE = "conversation_trace.jsonl"
 QUICK_REQUESTS = 1500  # of the trace, where tests are in a hurry
-LONGEST_S, LONGEST_LONG_S = 300.0, 3 * 3600.0  # of a command
+LONGEST_S = {"": 300.0, "slow": 300.0, "live": 1200.0, "long": 3 * 3600.0}  # of a command, by its block's mark
 
 
 @dataclass(frozen=True)
@@ -378,7 +378,7 @@ class Session:
     def _run(self, command: str, block: Block) -> None:
         with self._started(command, subprocess.PIPE) as process:
             try:
-                said, _ = process.communicate(timeout=LONGEST_LONG_S if block.mark == "long" else LONGEST_S)
+                said, _ = process.communicate(timeout=LONGEST_S[block.mark])
             except BaseException:  # too long, or whoever runs the tests has had enough
                 os.killpg(process.pid, signal.SIGTERM)
                 raise
@@ -394,7 +394,7 @@ class Session:
             process = self._started(f"exec {command}", sink)
         try:
             missing = {int(port) for _, _, port in ADDRESS.findall(f"{command} {self.here(server.listens)}")}
-            until = time.monotonic() + LONGEST_S
+            until = time.monotonic() + LONGEST_S[block.mark]
             while missing or not (self.folder / server.writes).exists():
                 assert process.poll() is None, f"{what}\nended at once:\n{output.read_text()[-3000:]}"
                 assert time.monotonic() < until, f"{what}\nnobody listens on {missing}, or no {server.writes!r}"
