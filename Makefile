@@ -9,21 +9,26 @@ PARALLEL = -n logical --maxprocesses 4 --dist loadfile
 TORCH = "torch>=2.8,<2.14"
 export UV_HTTP_TIMEOUT = 30
 
-.PHONY: run test test-slow test-live test-cuda docs lint clean
+.PHONY: run test test-slow test-long test-live test-cuda docs lint clean
 
 run: $(VENV)/train.ok
 	$(BIN)/python train.py
 
 test: $(VENV)/dev.ok lint
-	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not live and not cuda"
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not long and not live and not cuda"
 
 test-slow: $(VENV)/dev.ok
-	$(BIN)/python -m pytest -m "not live and not cuda"
+	$(BIN)/python -m pytest -m "not long and not live and not cuda"
 
 # With real vLLM workers, in an environment of their own (3.5 GB, in your cache or $$CONDUCTOR_LIVE_ENV).
 test-live: $(VENV)/dev.ok
 	$(BIN)/python -m runtime.vllm_workers setup
-	$(BIN)/python -m pytest -m live tests/live
+	$(BIN)/python -m pytest -m "live and not long" tests/live
+
+# What takes hours on two cores: the documentation's long commands, this file's own among them, each page in a clone.
+test-long: $(VENV)/dev.ok
+	$(BIN)/python -m runtime.vllm_workers setup
+	$(BIN)/python -m pytest -m long tests/test_docs.py tests/live
 
 # On a GPU: training, and workers with their KV in its memory.
 test-cuda: DEVICE = cuda

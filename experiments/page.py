@@ -12,18 +12,14 @@ from .report import HEADINGS, cells, number, origins, summary, verdicts
 from .sensitivity import Flip
 
 SENSITIVITY = "## Sensitivity"
-WRITES_ALL = "python -m experiments --all --write --sensitivity --traces data"
+WRITES_ALL = "python -m experiments --all --write --sensitivity"
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 INTRODUCTION = f"""# The papers, reproduced
 
 Every table and figure of Mooncake's papers that the simulator can be held to: ours beside the paper's. *arXiv* is
 [2407.00079](https://arxiv.org/abs/2407.00079), *FAST* the FAST'25 paper. Written by
-
-<!-- not run: a quarter of an hour, and writes this page -->
-```console
-$ {WRITES_ALL}
-```
+`{WRITES_ALL}` ([Reproduce the papers](reproduce.md)).
 
 A row *holds* where ours lies within the tolerance; rows without one are context. A row is *fitted* where a
 parameter was fitted on its figure, else *predicted*. In pictures, lines and bars are ours and points are the paper's.

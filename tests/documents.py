@@ -4,10 +4,11 @@ In a page,
 
 - a `console` block holds commands after `$ `; lines without it are output;
 - a `python` block is run, a `yaml` one is text; with a title (```` ```python title="mine.py" ````) either is a file;
-- `<!-- slow: WHY -->` before a block: run by the slow tests only; `<!-- not run: WHY -->`: never. The options of such
-  commands are still parsed by the programs they call;
-- a server in the foreground is waited for, then ended with Ctrl-C, a server with `&` when the page ends. Ports of this
-  machine are exchanged for free ones.
+- `<!-- slow: WHY -->` before a block leaves it to the slow tests, `<!-- live: WHY -->` to those with vLLM workers,
+  `<!-- long: WHY -->` to those that take an hour (`make test-long`); `<!-- not run: WHY -->` to nobody, for a reason in
+  `NOT_RUN`. The quick tests have the options of all these commands parsed by the programs they call;
+- a server in the foreground is waited for, then ended with Ctrl-C, a server with `&` when the page ends. Addresses of
+  this machine and those of examples (RFC 5737) are exchanged for free ones of this machine.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import runpy
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,31 +28,44 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import filterfalse
 from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, Self
 from unittest import mock
 
 import tyro
 import yaml
 from typer.core import TyperCommand, TyperGroup
 
+import traces
+
 from .runtime.backends import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
+RUN = {"": ("",), "slow": ("", "slow"), "live": ("", "live"), "long": ("", "live", "long")}
+"""Marks of blocks, and those that a test of such blocks runs of their page: what has come before may be needed."""
+NOT_RUN = {
+    "builds an image": "no registry to take one from; tests/test_deploy.py reads the Containerfile",
+    "needs a Kubernetes cluster": "tests/test_deploy.py reads the manifests",
+    "downloads": "tests/traces/test_download.py runs it with a mirror of its own",
+}
+"""The only reasons to run a block nowhere, and what there is instead."""
+
 BLOCK = re.compile(
-    r"^(?:<!-- (?P<mark>slow|not run): (?P<why>.+?) -->\n)?"
+    r"^(?:<!-- (?P<mark>slow|live|long|not run): (?P<why>.+?) -->\n)?"
     r'^```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^```$',
     re.MULTILINE | re.DOTALL,
 )
 INLINE = re.compile(r"(?<!`)`((?:python|pip|make) [^`]+)`(?!`)")
-ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):([1-9]\d*)")
-SERVERS = (["python", "serve_policy.py"], ["python", "-m", "runtime.worker"])
-DEFAULT_ADDRESSES = {  # where a command listens that does not say so
-    "serve_policy.py demo": "--gateway 127.0.0.1:8000 --page 127.0.0.1:9090",
-    "serve_policy.py": "--grpc 127.0.0.1:50051",
-}
-LONGEST_S = 300.0
+EXAMPLE = r"192\.0\.2\.\d+"
+ADDRESS = re.compile(rf"(127\.0\.0\.1|localhost|{EXAMPLE})(:| --port |, port_value: )([1-9]\d*)")
+TRACE = "conversation_trace.jsonl"
+QUICK_REQUESTS = 1500  # of the trace, where tests are in a hurry
+LONGEST_S = {"": 300.0, "slow": 300.0, "live": 1200.0, "long": 3 * 3600.0}  # of a command, by its block's mark
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class Block:
     page: Path
     line: int
     mark: str
+    why: str
     language: str
     title: str
     text: str
@@ -67,6 +83,11 @@ class Block:
     @property
     def place(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
+
+    @property
+    def is_run(self) -> bool:
+        """Whether there is anything in it to run."""
+        return bool(self.commands) or (self.language == "python" and not self.title)
 
     @property
     def commands(self) -> list[str]:
@@ -83,10 +104,29 @@ def blocks_of(page: Path) -> list[Block]:
         Block(
             page,
             text.count("\n", 0, found.start()) + 1,
-            *(found[part] or "" for part in ("mark", "language", "title", "text")),
+            *(found[part] or "" for part in ("mark", "why", "language", "title", "text")),
         )
         for found in BLOCK.finditer(text)
     ]
+
+
+def pages_with(mark: str) -> list[str]:
+    """Where something with this mark is to be run."""
+    return [
+        str(page.relative_to(ROOT))
+        for page in PAGES
+        if any(block.mark == mark and block.is_run for block in blocks_of(page))
+    ]
+
+
+def blocks_to_run(page: Path, mark: str) -> list[Block]:
+    """Those of a test of what has this mark."""
+    return [block for block in blocks_of(page) if block.mark in RUN[mark]]
+
+
+def unknown_reasons(page: Path) -> list[str]:
+    """Of blocks that are not run."""
+    return [block.why for block in blocks_of(page) if block.mark == "not run" and block.why not in NOT_RUN]
 
 
 def inline_commands(page: Path) -> list[str]:
@@ -188,7 +228,7 @@ CHECKS = {
     "pip": _check_pip,
     "make": _check_make,
     "kubectl": _check_kubectl,
-    **dict.fromkeys(("curl", "envoy", "podman", "tensorboard", "."), _check_files),
+    **dict.fromkeys(("curl", "podman", "tensorboard", "."), _check_files),
 }
 
 
@@ -202,28 +242,84 @@ def check(command: str) -> None:
 # --- commands that are run -----------------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class Server:
+    """A program that stays in the foreground.
+
+    Args:
+        begins: the words its commands begin with. options: added where a command has not the first of them; addresses
+            in them are exchanged like others. listens, writes: an address that is not on its command line, and a file;
+            it is up when they are there.
+    """
+
+    begins: str
+    options: str = ""
+    listens: str = ""
+    writes: str = ""
+
+
+SERVERS = (
+    Server("python serve_policy.py demo", "--gateway 127.0.0.1:8000 --page 127.0.0.1:9090"),
+    Server("python serve_policy.py", "--grpc 127.0.0.1:50051"),
+    Server("python -m runtime.worker"),
+    Server("python -m runtime.vllm_workers run", writes="cluster.yaml"),
+    Server("tensorboard", "--host 127.0.0.1 --port 6006"),
+    Server("envoy", "--disable-hot-restart", listens="127.0.0.1:10000"),
+)
+
+
 @dataclass
 class Session:
-    """A reader at a prompt: files, commands and servers of one page, in one folder."""
+    """A reader at a prompt: files and commands of one page, in one folder. `with` ends the servers.
+
+    Args:
+        folder: empty. clone: make it a clone of the repository, for commands that write into theirs or install it; else
+            it has links to the programs.
+
+    Attributes:
+        addresses: of the page, and those that take their place.
+        servers: those with `&`.
+        activated: what goes before a command since a virtual environment was activated.
+    """
 
     folder: Path
-    ports: dict[str, int] = field(default_factory=dict)
-    servers: list[tuple[str, subprocess.Popen[bytes], Path]] = field(default_factory=list)
+    clone: bool = False
+    addresses: dict[str, str] = field(default_factory=dict)
+    servers: ExitStack = field(default_factory=ExitStack)
+    activated: str = ""
 
-    def __post_init__(self) -> None:
-        for name in ("leaderboard.py", "replay.py", "train.py", "serve_policy.py", "deploy"):
-            (self.folder / name).symlink_to(ROOT / name)
+    def __enter__(self) -> Self:
+        trace = _trace()
+        if self.clone:
+            clone_to(self.folder)
+        else:
+            trace = trace.rows(0, QUICK_REQUESTS)
+            for name in ("leaderboard.py", "replay.py", "train.py", "serve_policy.py"):
+                (self.folder / name).symlink_to(ROOT / name)
+        traces.save(trace, self.folder / TRACE)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.servers.close()
 
     @property
     def environment(self) -> dict[str, str]:
+        """As readers have it: nothing of a make that runs these tests, and in a clone only what is installed."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        return os.environ | {"PATH": programs, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        path = "" if self.clone else str(ROOT)
+        return inherited | {"PATH": programs, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
 
     def here(self, text: str) -> str:
-        """The text with free ports in place of this machine's."""
+        """The text with free addresses of this machine in place of its own."""
 
         def free(found: re.Match[str]) -> str:
-            return f"127.0.0.1:{self.ports.setdefault(found[2], free_port())}"
+            host, between, port = found.groups()
+            named = f"{host.replace('localhost', '127.0.0.1')}:{port}"
+            address = self.addresses.setdefault(named, f"127.0.0.1:{free_port()}")
+            return address.replace(":", between)
 
         return ADDRESS.sub(free, text)
 
@@ -234,71 +330,105 @@ class Session:
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(self.here(block.text))
         elif block.language == "python":
-            self._run(f"{shlex.quote(sys.executable)} -c {shlex.quote(self.here(block.text))}", block.place)
+            self._run(f"python -c {shlex.quote(self.here(block.text))}", block)
         for command in block.commands:
-            self._command(command, block.place)
+            self._command(command, block)
 
-    def _command(self, command: str, place: str) -> None:
+    def _command(self, command: str, block: Block) -> None:
         words = words_of(command)
-        program = words[: 3 if words[1:2] == ["-m"] else 2]
-        if program not in SERVERS:
-            self._run(self.here(command), place)
+        if words[0] == "pip" and not self.activated:  # never into the environment that the tests run in
+            self._command("python -m venv .venv", block)
+            self._command(". .venv/bin/activate", block)
+        server = next((one for one in SERVERS if words[: len(one.begins.split())] == one.begins.split()), None)
+        if server is None:
+            self._run(self.here(command), block)
+            if words[0] == ".":
+                self.activated += f"{command} && "
             return
-        for name, addresses in DEFAULT_ADDRESSES.items():
-            if name in command and addresses.split()[0] not in words:
-                command = command.replace(name, f"{name} {addresses}")
-                break
-        self._start(self.here(command.rstrip("& ")), place)
-        if words[-1] != "&":
-            self._end(*self.servers.pop())
+        stays = words[-1] == "&"
+        words = [self._exchanged(word) for word in words if word != "&"]
+        if server.options and server.options.split()[0] not in words:
+            words = [*server.begins.split(), *server.options.split(), *words[len(server.begins.split()) :]]
+        up = self._up(server, self.here(shlex.join(words)), block)
+        if stays:
+            self.servers.enter_context(up)
+        else:
+            with up:
+                pass
 
-    def _run(self, command: str, place: str) -> None:
-        ran = subprocess.run(
-            ["bash", "-c", f"set -o pipefail; {command}"],
+    def _exchanged(self, word: str) -> str:
+        """Of a file in deploy/, the name of one with the session's addresses."""
+        if not word.startswith("deploy/"):
+            return word
+        file = self.folder / Path(word).name
+        file.write_text(self.here((ROOT / word).read_text()))
+        return file.name
+
+    def _started(self, command: str, output: int | BinaryIO) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            ["bash", "-c", f"set -o pipefail; {self.activated}{command}"],
             cwd=self.folder,
             env=self.environment,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=LONGEST_S,
+            start_new_session=True,
         )
-        assert ran.returncode == 0, f"{place}: {command}\nended with {ran.returncode}:\n{ran.stdout[-3000:]}"
 
-    def _start(self, command: str, place: str) -> None:
+    def _run(self, command: str, block: Block) -> None:
+        with self._started(command, subprocess.PIPE) as process:
+            try:
+                said, _ = process.communicate(timeout=LONGEST_S[block.mark])
+            except BaseException:  # too long, or whoever runs the tests has had enough
+                os.killpg(process.pid, signal.SIGTERM)
+                raise
+        ended = f"{block.place}: {command}\nended with {process.returncode}:\n{said[-3000:].decode(errors='replace')}"
+        assert process.returncode == 0, ended
+
+    @contextmanager
+    def _up(self, server: Server, command: str, block: Block) -> Iterator[None]:
+        """It runs meanwhile, and ends with Ctrl-C."""
+        what = f"{block.place}: {command}"
         output = self.folder / f"server-{len(list(self.folder.glob('server-*')))}.txt"
         with output.open("wb") as sink:
-            server = subprocess.Popen(
-                ["bash", "-c", f"exec {command}"],
-                cwd=self.folder,
-                env=self.environment,
-                stdout=sink,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-        self.servers.append((f"{place}: {command}", server, output))
-        for _, port in ADDRESS.findall(" ".join(words_of(command))):
-            until = time.monotonic() + LONGEST_S
-            while True:
-                with socket.socket() as probe:
-                    if probe.connect_ex(("127.0.0.1", int(port))) == 0:
-                        break
-                assert server.poll() is None, f"{place}: {command}\nended at once:\n{output.read_text()[-3000:]}"
-                assert time.monotonic() < until, f"{place}: {command}\nnobody listens on port {port}"
-                time.sleep(0.1)
-
-    def _end(self, what: str, server: subprocess.Popen[bytes], output: Path) -> None:
-        """Ctrl-C."""
-        server.send_signal(signal.SIGINT)
+            process = self._started(f"exec {command}", sink)
         try:
-            status = server.wait(30)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            raise AssertionError(f"{what}\ndoes not end after Ctrl-C") from None
-        assert status in (0, 130), f"{what}\nended with {status} after Ctrl-C:\n{output.read_text()[-3000:]}"
+            missing = {int(port) for _, _, port in ADDRESS.findall(f"{command} {self.here(server.listens)}")}
+            until = time.monotonic() + LONGEST_S[block.mark]
+            while missing or not (self.folder / server.writes).exists():
+                assert process.poll() is None, f"{what}\nended at once:\n{output.read_text()[-3000:]}"
+                assert time.monotonic() < until, f"{what}\nnobody listens on {missing}, or no {server.writes!r}"
+                missing = set(filterfalse(_is_open, missing))
+                time.sleep(0.1)
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            try:
+                status = process.wait(30)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise AssertionError(f"{what}\ndoes not end after Ctrl-C") from None
+            assert status in (0, 130), f"{what}\nended with {status} after Ctrl-C:\n{output.read_text()[-3000:]}"
 
-    def close(self) -> None:
-        """End what is left, the last one first."""
-        while self.servers:
-            self._end(*self.servers.pop())
+
+@cache
+def _trace() -> traces.Trace:
+    """A stand-in for what readers have."""
+    return traces.builtin("conversation")
+
+
+def _is_open(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def clone_to(folder: Path) -> None:
+    """A clone of this repository, with what was changed in the working tree."""
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(folder)], check=True)
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    for name in filter(None, names.split("\0")):
+        (folder / name).unlink(missing_ok=True)
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)

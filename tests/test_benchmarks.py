@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import CHROMIUM
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -38,6 +40,12 @@ ROOT = Path(__file__).resolve().parents[1]
             {"steps", "steps_per_second", "environment_share"},
         ),
         ("scale", ["--requests", "2000"], {"decision_us"}),
+        pytest.param(
+            "replay_page",
+            ["--requests", "60"],
+            {"requests", "policies", "bytes", "drawn_ms"},
+            marks=pytest.mark.skipif(CHROMIUM is None, reason="needs a Chromium: apt-get install chromium"),
+        ),
     ],
 )
 def test_json_interface(module: str, arguments: list[str], keys: set[str]) -> None:

@@ -1,62 +1,63 @@
-"""Every command of README.md and docs/ is run, or, where its page says why not, parsed by the program it calls."""
+"""Every command of README.md and docs/ is run, now or by slower tests, and where its page says which, parsed as well.
+
+Pages with vLLM workers are those of tests/live/test_docs.py.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-import traces
-from tests.documents import PAGES, ROOT, Session, blocks_of, check, inline_commands
+from tests.documents import (
+    NOT_RUN,
+    PAGES,
+    ROOT,
+    Session,
+    blocks_of,
+    blocks_to_run,
+    check,
+    inline_commands,
+    pages_with,
+    unknown_reasons,
+)
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
-TRACE_REQUESTS = 1500
-HURRIED = ("slow", "not run")
-"""Marks of blocks that the quick tests only parse."""
 
 
-def with_marks(page: str, *marks: str) -> bool:
-    return any(block.mark in marks for block in blocks_of(ROOT / page))
-
-
-def runs(page: str) -> bool:
-    """Whether the quick tests run something of the page."""
-    return any(
-        not block.mark and (block.commands or (block.language == "python" and not block.title))
-        for block in blocks_of(ROOT / page)
-    )
-
-
-@pytest.fixture(scope="module")
-def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A stand-in for what readers have, small enough for tests."""
-    file = tmp_path_factory.mktemp("trace") / "conversation_trace.jsonl"
-    traces.save(traces.builtin("conversation").rows(0, TRACE_REQUESTS), file)
-    return file
-
-
-@pytest.fixture
-def session(tmp_path: Path, trace: Path) -> Iterator[Session]:
-    (tmp_path / trace.name).symlink_to(trace)
-    made = Session(tmp_path)
-    yield made
-    made.close()
-
-
-@pytest.mark.parametrize("page", list(filter(runs, NAMES)))
-def test_commands_run(page, session):
-    for block in blocks_of(ROOT / page):
-        if block.mark not in HURRIED:
+def run(page: str, mark: str, folder: Path) -> None:
+    with Session(folder, clone=mark == "long") as session:
+        for block in blocks_to_run(ROOT / page, mark):
             session.do(block)
+
+
+@pytest.mark.parametrize("page", pages_with(""))
+def test_commands_run(page, tmp_path):
+    run(page, "", tmp_path)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [name for name in NAMES if with_marks(name, "slow")])
-def test_slow_commands_run(page, session):
-    for block in blocks_of(ROOT / page):
-        if block.mark != "not run":
-            session.do(block)
+@pytest.mark.parametrize("page", pages_with("slow"))
+def test_slow_commands_run(page, tmp_path):
+    run(page, "slow", tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("page", [name for name in pages_with("long") if name not in pages_with("live")])
+def test_long_commands_run(page, tmp_path):
+    run(page, "long", tmp_path)
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_what_is_not_run_has_a_known_reason(page):
+    assert unknown_reasons(ROOT / page) == [], f"reasons are {', '.join(NOT_RUN)}"
+
+
+@pytest.mark.parametrize("page", NAMES)
+def test_no_block_is_overlooked(page):
+    """One that is indented or has another fence would neither be run nor parsed."""
+    fences = [line for line in (ROOT / page).read_text().splitlines() if line.strip().startswith(("```", "~~~"))]
+    assert len(fences) == 2 * len(blocks_of(ROOT / page))
 
 
 @pytest.mark.parametrize("page", NAMES)
@@ -74,7 +75,14 @@ def test_commands_parse(page):
             pytest.fail(f"{page}: `{command}`: {error}")
 
 
-def test_what_cannot_be_is_noticed(tmp_path):
+def test_an_excuse_is_noticed(tmp_path):
+    page = tmp_path / "page.md"
+    for reason in (*NOT_RUN, "minutes"):
+        page.write_text(f"<!-- not run: {reason} -->\n```console\n$ make test\n```\n")
+        assert unknown_reasons(page) == ([] if reason in NOT_RUN else [reason])
+
+
+def test_what_cannot_be_is_noticed():
     for command in (
         "python leaderboard.py --polices conductor",
         "python train.py --step 10",

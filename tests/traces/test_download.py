@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.documents import blocks_of, words_of
 from traces import TraceError, builtin, load, save
+from traces.__main__ import main
 from traces.download import SOURCES, SUMS, download
 
 ROOT = Path(__file__).parents[2]
@@ -120,9 +122,7 @@ def test_damaged_file_on_disk_is_noticed(upstream: Upstream, tmp_path: Path) -> 
     assert (tmp_path / "conversation_trace.jsonl").read_text() == "changed"
 
 
-def test_unpinned_checksum_is_recorded_and_held_against(
-    upstream: Upstream, content: bytes, tmp_path: Path
-) -> None:
+def test_unpinned_checksum_is_recorded_and_held_against(upstream: Upstream, content: bytes, tmp_path: Path) -> None:
     assert SOURCES["toolagent"].sha256 is None
     offer(upstream, "toolagent", content)
     file = download("toolagent", tmp_path, mirror=upstream.address)
@@ -136,9 +136,7 @@ def test_unpinned_checksum_is_recorded_and_held_against(
 
 
 @pytest.mark.parametrize("ranges", [True, False])
-def test_cut_connection_and_resume(
-    upstream: Upstream, content: bytes, tmp_path: Path, ranges: bool
-) -> None:
+def test_cut_connection_and_resume(upstream: Upstream, content: bytes, tmp_path: Path, ranges: bool) -> None:
     offer(upstream, "toolagent", content)
     upstream.cut_after = len(content) // 3
     upstream.ranges = ranges
@@ -155,9 +153,7 @@ def test_cut_connection_and_resume(
     assert not part.exists()
 
 
-def test_resume_when_everything_had_arrived(
-    upstream: Upstream, content: bytes, tmp_path: Path
-) -> None:
+def test_resume_when_everything_had_arrived(upstream: Upstream, content: bytes, tmp_path: Path) -> None:
     offer(upstream, "toolagent", content)
     (tmp_path / "toolagent_trace.jsonl.part").write_bytes(content)
     assert download("toolagent", tmp_path, mirror=upstream.address).read_bytes() == content
@@ -210,3 +206,23 @@ def test_command(upstream: Upstream, content: bytes, tmp_path: Path) -> None:
     assert listing.returncode == 0
     for name in SOURCES:
         assert name in listing.stdout
+
+
+def test_the_command_of_the_documentation(
+    upstream: Upstream, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As docs/trace.md has it; only where the files come from, and with which sums, is otherwise."""
+    for i, name in enumerate(SOURCES):
+        data = content + b"\n" * i
+        offer(upstream, name, data)
+        pin(monkeypatch, name, hashlib.sha256(data).hexdigest())
+    monkeypatch.setenv("CONDUCTOR_TRACE_MIRROR", upstream.address)
+    monkeypatch.chdir(tmp_path)
+    left_out = [block for block in blocks_of(ROOT / "docs" / "trace.md") if block.why == "downloads"]
+    (words,) = [words_of(command) for block in left_out for command in block.commands]
+    assert words[:3] == ["python", "-m", "traces"]
+    with pytest.raises(SystemExit) as ended:
+        main(words[3:])
+    assert not ended.value.code
+    for i, source in enumerate(SOURCES.values()):
+        assert (tmp_path / "data" / source.file).read_bytes() == content + b"\n" * i
