@@ -228,7 +228,7 @@ CHECKS = {
     "pip": _check_pip,
     "make": _check_make,
     "kubectl": _check_kubectl,
-    **dict.fromkeys(("curl", "podman", "tensorboard", "."), _check_files),
+    **dict.fromkeys(("curl", "mkdir", "podman", "tensorboard", "."), _check_files),
 }
 
 
@@ -373,6 +373,8 @@ class Session:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
+            # Tests that were started in the background ignore Ctrl-C, and whoever they start would, too.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     def _run(self, command: str, block: Block) -> None:
@@ -405,9 +407,9 @@ class Session:
             process.send_signal(signal.SIGINT)
             try:
                 status = process.wait(30)
-            except subprocess.TimeoutExpired:
+            except subprocess.TimeoutExpired as error:
                 process.kill()
-                raise AssertionError(f"{what}\ndoes not end after Ctrl-C") from None
+                raise AssertionError(f"{what}\ndoes not end after Ctrl-C") from error
             assert status in (0, 130), f"{what}\nended with {status} after Ctrl-C:\n{output.read_text()[-3000:]}"
 
 
