@@ -33,6 +33,7 @@ class ReferenceWorkers(LocalWorkers):
             connector=Connector.NIXL,
             kv_tokens=kv_tokens,
             block_tokens=BLOCK_TOKENS,
+            python=Path(sys.executable),
             folder=folder,
         )
 
@@ -66,7 +67,7 @@ class ReferenceWorkers(LocalWorkers):
         if self.roles[name] != Role.DECODE:
             options |= {"kv-events": kv_events, "kv-replay": kv_replay}
         flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-        return [sys.executable, "-m", "runtime.worker", *flags]
+        return [self.python, "-m", "runtime.worker", *flags]
 
     def cluster(self) -> dict[str, Any]:
         """As of `LocalWorkers`; prefill workers hand prefixes out to one another."""

@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from runtime import calm_nixl, tiny_model, vllm_workers
-from runtime.local_workers import WorkersError
+from runtime.local_workers import WorkersError, listens
 from runtime.vllm_workers import VllmWorkers
 from runtime.workers import Connector, Role, load_live_cluster
 
@@ -24,7 +24,7 @@ from .conftest import ROOT
 
 SERVER = """
 import http.server, sys
-port = next(int(option[7:]) for option in sys.argv if option.startswith("--port="))
+port = next(int(option.split("=")[1]) for option in sys.argv if option.startswith(("--port=", "--rpc_port=")))
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -37,9 +37,9 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 def stand_in(tmp_path: Path):
     """`stand_in(program)`: an environment whose Python runs this program, whatever it is asked to."""
 
-    def make(program: str) -> Path:
+    def make(program: str, *packages: str) -> Path:
         place = tmp_path / "environment"
-        for name in ("vllm", "nixl"):
+        for name in ("vllm", "nixl", *packages):
             (place / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
         (place / "program.py").write_text(program)
         python = place / "bin" / "python"
@@ -85,6 +85,32 @@ def test_without_an_environment_the_command_says_how_to_make_one(tmp_path):
         pass
     answer = CliRunner().invoke(vllm_workers.app, ["run", "--environment", str(tmp_path)])
     assert answer.exit_code == 1
+
+
+def test_a_master_of_the_store_is_started_beside_workers(stand_in):
+    with VllmWorkers(connector=Connector.STORE, environment=stand_in(SERVER, "mooncake")) as workers:
+        assert listens(workers.master)
+        assert json.loads((workers.folder / "store.json").read_text())["master_server_address"] == workers.master
+        assert all(worker.connector == Connector.STORE for worker in load_live_cluster(workers.cluster_file).workers)
+    assert not listens(workers.master)
+
+
+def test_a_master_that_does_not_come_up_is_named_with_what_it_needs(stand_in):
+    place = stand_in("import sys; sys.exit('libibverbs.so.1: cannot open shared object file')", "mooncake")
+    with (
+        pytest.raises(WorkersError, match=r"(?s)^mooncake_master has ended with status 1:.*object file.*libibverbs1"),
+        VllmWorkers(connector=Connector.STORE, environment=place),
+    ):
+        pass
+
+
+def test_an_environment_gets_what_it_lacks(stand_in):
+    place = stand_in("import sys; open(sys.argv[0] + '.ran', 'a').write(' '.join(sys.argv[1:]) + '\\n')")
+    with pytest.raises(WorkersError, match="no Mooncake Store"):
+        VllmWorkers(connector=Connector.STORE, environment=place).prepare()
+    vllm_workers.set_up(place)
+    (ran,) = (place / "program.py.ran").read_text().splitlines()
+    assert ran.endswith(f"install {vllm_workers.MOONCAKE}")
 
 
 def test_only_connectors_that_work_without_a_gpu():
