@@ -112,7 +112,7 @@ class VllmWorkers(LocalWorkers):
         )
 
     def prepare(self) -> None:
-        """The model, a plugin, and where the store is.
+        """The model, plugins, and where the store is.
 
         Raises:
             WorkersError: vLLM is not set up.
@@ -121,8 +121,10 @@ class VllmWorkers(LocalWorkers):
             what = "Mooncake Store" if is_set_up(self.place) else "vLLM"
             raise WorkersError(f"no {what} in {self.place}: python -m runtime.vllm_workers setup")
         super().prepare()
-        _write_plugin(self.folder / "plugin")
-        self._store_file.write_text(json.dumps(self._store()))
+        _write_plugin(self.folder / "plugins", "calm_nixl")
+        if self.connector == Connector.STORE:
+            _write_plugin(self.folder / "plugins", "saved_first")
+            self._store_file.write_text(json.dumps(self._store()))
 
     def command(self, name: str) -> list[str | Path]:
         """vLLM's server."""
@@ -131,7 +133,7 @@ class VllmWorkers(LocalWorkers):
     def environment(self, name: str) -> dict[str, str]:
         """What vLLM reads."""
         return {
-            "PYTHONPATH": str(self.folder / "plugin"),
+            "PYTHONPATH": str(self.folder / "plugins"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker would spin against each other
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
@@ -203,13 +205,13 @@ class VllmWorkers(LocalWorkers):
         }
 
 
-def _write_plugin(folder: Path) -> None:
-    """`runtime.calm_nixl` as an installed plugin of vLLM's, for workers that have this folder on their path."""
-    described = folder / "calm_nixl-1.dist-info"
+def _write_plugin(folder: Path, name: str) -> None:
+    """A module of ours as an installed plugin of vLLM's, for workers that have this folder on their path."""
+    described = folder / f"{name}-1.dist-info"
     described.mkdir(parents=True, exist_ok=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: calm-nixl\nVersion: 1\n")
-    (described / "entry_points.txt").write_text("[vllm.general_plugins]\ncalm_nixl = calm_nixl:register\n")
-    shutil.copy(Path(__file__).with_name("calm_nixl.py"), folder)
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +18,7 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from runtime import calm_nixl, tiny_model, vllm_workers
+from runtime import calm_nixl, saved_first, tiny_model, vllm_workers
 from runtime.local_workers import WorkersError, listens
 from runtime.vllm_workers import VllmWorkers
 from runtime.workers import Connector, Role, load_live_cluster
@@ -146,12 +149,13 @@ def test_the_command_runs_until_it_is_interrupted(stand_in, tmp_path):
         time.sleep(0.05)
 
 
-def test_vllm_finds_the_plugin(tmp_path):
+def test_vllm_finds_the_plugins(tmp_path):
     """As it looks for plugins: by entry points of what is on its path."""
-    vllm_workers._write_plugin(tmp_path)
+    for name in ("calm_nixl", "saved_first"):
+        vllm_workers._write_plugin(tmp_path, name)
     program = (
         "from importlib.metadata import entry_points; "
-        "(found,) = entry_points(group='vllm.general_plugins'); print(found.load().__module__)"
+        "print(*sorted(found.load().__module__ for found in entry_points(group='vllm.general_plugins')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -160,12 +164,11 @@ def test_vllm_finds_the_plugin(tmp_path):
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "calm_nixl"
+    assert done.stdout.split() == ["calm_nixl", "saved_first"]
 
 
 def test_the_plugin_calms_nixl(monkeypatch):
     """In a NIXL that fixes the delay at 0, as the real one does."""
-    import types
 
     class Config:
         pthrDelay = -1
@@ -182,6 +185,34 @@ def test_the_plugin_calms_nixl(monkeypatch):
     config.pthrDelay = 0
     api.nixlBind.nixlAgent("worker", config)
     assert agents == [("worker", config)] and config.pthrDelay == calm_nixl.DELAY_US > 0
+
+
+def test_the_plugin_waits_until_blocks_are_saved(monkeypatch):
+    """With a connector that saves in the background, as the real one does."""
+
+    class Worker:
+        def __init__(self) -> None:
+            self.saved: list[str] = []
+            self.kv_send_thread = types.SimpleNamespace(request_queue=queue.Queue())
+
+        def wait_for_save(self, metadata: str) -> None:
+            self.kv_send_thread.request_queue.put(metadata)
+            threading.Timer(0.2, self.put).start()
+
+        def put(self) -> None:
+            self.saved.append(self.kv_send_thread.request_queue.get())
+            self.kv_send_thread.request_queue.task_done()
+
+    place = types.ModuleType("worker")
+    place.MooncakeStoreWorker = Worker  # type: ignore[attr-defined]
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker"
+    for i in range(1, name.count(".") + 1):
+        monkeypatch.setitem(sys.modules, name.rsplit(".", i)[0], types.ModuleType(name.rsplit(".", i)[0]))
+    monkeypatch.setitem(sys.modules, name, place)
+    saved_first.register()
+    worker = Worker()
+    worker.wait_for_save("blocks")
+    assert worker.saved == ["blocks"]
 
 
 def test_the_model_is_one_that_libraries_read(tmp_path):
