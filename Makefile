@@ -61,7 +61,7 @@ $(VENV)/train.ok: $(VENV)/torch.ok pyproject.toml
 	touch $@
 
 $(VENV)/dev.ok: $(VENV)/train.ok
-	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,export,docs,dev]"
+	$(BIN)/python -m pip install --quiet -e ".[train,rllib,serve,worker,store,export,docs,dev]"
 	touch $@
 
 clean:

@@ -133,6 +133,7 @@ def demo(
     workers: Annotated[
         str, typer.Option(help="vllm (its CPU build), or reference; default: vllm where it is set up")
     ] = "",
+    connector: Annotated[str, typer.Option(help="How KV moves: nixl, or store, a Mooncake Store")] = "nixl",
     prefill: Annotated[int, typer.Option(min=1, help="Prefill workers")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Decode workers")] = 2,
     policy: Annotated[str, typer.Option(help="As of serve_policy.py")] = "conductor+predictive",
@@ -149,14 +150,17 @@ def demo(
     )
     try:
         from runtime.demo import DEMO_FAULTS, Engine, check, run, workers_of
+        from runtime.workers import Connector
     except ImportError as error:
         print(f"serving needs {error.name}: pip install 'conductor-gym[serve]'", file=sys.stderr)
         raise typer.Exit(EXIT_BAD_INPUT) from None
     if workers not in ("", *Engine):
         raise typer.BadParameter(f"expected {' or '.join(Engine)}, found {workers!r}", param_hint="--workers")
+    if connector not in (Connector.NIXL, Connector.STORE):
+        raise typer.BadParameter(f"expected nixl or store, found {connector!r}", param_hint="--connector")
     try:
         check(policy, gateway, page)
-        made = workers_of(Engine(workers) if workers else None, prefill, decode)
+        made = workers_of(Engine(workers) if workers else None, prefill, decode, Connector(connector))
         with made, asyncio.Runner(loop_factory=_fast_loop()) as runner:
             raise typer.Exit(runner.run(run(made, policy, gateway, page, load)))
     except DEMO_FAULTS as error:

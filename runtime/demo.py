@@ -21,6 +21,7 @@ from .local_workers import LocalWorkers, WorkersError
 from .reference_workers import ReferenceWorkers
 from .sidecar import FAULTS, Options, Sidecar, host_and_port
 from .vllm_workers import VllmWorkers, default_environment, is_set_up
+from .workers import Connector
 
 TRACE = "builtin:conversation"
 SCALE = 1 / 16  # of its tokens: blocks of 512 become blocks of 32, which the workers' are
@@ -37,13 +38,13 @@ class Engine(StrEnum):
     REFERENCE = "reference"
 
 
-def workers_of(engine: Engine | None, prefill: int, decode: int) -> LocalWorkers:
+def workers_of(engine: Engine | None, prefill: int, decode: int, connector: Connector) -> LocalWorkers:
     """Workers that are not started yet; None takes vLLM where it is set up."""
     if engine is None:
-        engine = Engine.VLLM if is_set_up(default_environment()) else Engine.REFERENCE
+        engine = Engine.VLLM if is_set_up(default_environment(), connector) else Engine.REFERENCE
     if engine == Engine.VLLM:
-        return VllmWorkers(prefill, decode)
-    return ReferenceWorkers(prefill, decode)
+        return VllmWorkers(prefill, decode, connector=connector)
+    return ReferenceWorkers(prefill, decode, connector=connector)
 
 
 def check(policy: str, gateway: str, page: str) -> None:

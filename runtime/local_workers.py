@@ -23,6 +23,8 @@ from .tiny_model import KV_BYTES_PER_TOKEN, LAYERS, write_model
 from .workers import Connector, Role
 
 MODEL = "tiny"
+MASTER = "mooncake_master"
+NEEDS = "Mooncake Store needs Debian's libibverbs1, librdmacm1 and libnuma1"
 START_S = 600.0
 
 err = Console(stderr=True)
@@ -36,8 +38,9 @@ class LocalWorkers(ABC):
     """Running workers of an engine: p0 .., d0 .. and, for those that do both, b0 ...; all have the same tiny model.
 
     Args:
-        name: of the cluster. prefill, decode, both: how many workers. connector: how KV moves.
-        kv_tokens: what a worker's KV cache holds. block_tokens: of a KV block.
+        name: of the cluster. prefill, decode, both: how many workers. connector: how KV moves; with store, a master
+            of Mooncake Store is started beside them.
+        kv_tokens: what a worker's KV cache holds. block_tokens: of a KV block. python: of the environment they run in.
         folder: for the model and logs; its own where none is given, removed in the end.
 
     Attributes:
@@ -54,12 +57,14 @@ class LocalWorkers(ABC):
         connector: Connector,
         kv_tokens: int,
         block_tokens: int,
+        python: Path,
         folder: Path | None = None,
     ) -> None:
         self.name = name
         self.connector = connector
         self.kv_tokens = kv_tokens
         self.block_tokens = block_tokens
+        self.python = python
         self._own = folder is None
         self.folder = Path(tempfile.mkdtemp(prefix="conductor-workers-")) if folder is None else folder
         self.roles = (
@@ -68,6 +73,7 @@ class LocalWorkers(ABC):
             | {f"b{i}": Role.BOTH for i in range(both)}
         )
         self.ports = {name: free_ports(4) for name in self.roles}  # HTTP, KV transfer, KV events, replay
+        self.master_ports = free_ports(2)  # RPC, metrics
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.cluster_file = self.folder / "cluster.yaml"
 
@@ -107,6 +113,8 @@ class LocalWorkers(ABC):
         """
         self.prepare()
         self.cluster_file.write_text(yaml.safe_dump(self.cluster(), sort_keys=False))
+        if self.connector == Connector.STORE:
+            self._start_master()
         for name in self.roles:
             self.launch(name)
         with err.status("") as status:
@@ -120,10 +128,28 @@ class LocalWorkers(ABC):
 
     def launch(self, name: str) -> None:
         """Start one worker, and do not wait for it."""
+        self._launch(name, self.command(name), self.environment(name))
+
+    @property
+    def master(self) -> str:
+        """host:port of Mooncake Store's master."""
+        return f"127.0.0.1:{self.master_ports[0]}"
+
+    def _start_master(self) -> None:
+        rpc, metrics = self.master_ports
+        faces = {"rpc_address": "127.0.0.1", "rpc_port": rpc, "metrics_host": "127.0.0.1", "metrics_port": metrics}
+        options = [f"--{name}={value}" for name, value in faces.items()]
+        self._launch(MASTER, [self.python, "-m", "mooncake.cli", *options], {})
+        started_s = time.monotonic()
+        while not listens(self.master):
+            self._check(MASTER, time.monotonic() - started_s)
+            time.sleep(0.05)
+
+    def _launch(self, name: str, command: list[str | Path], environment: dict[str, str]) -> None:
         with self.log(name).open("wb") as log:
             self.processes[name] = subprocess.Popen(
-                self.command(name),
-                env=os.environ | self.environment(name),
+                command,
+                env=os.environ | environment,
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -168,8 +194,8 @@ class LocalWorkers(ABC):
             process.wait()
 
     def close(self) -> None:
-        """End them all."""
-        for name in list(self.processes):
+        """End them all, the master last."""
+        for name in reversed(list(self.processes)):
             self.kill(name)
         if self._own:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -204,7 +230,8 @@ class LocalWorkers(ABC):
             return
         how = f"is not up after {START_S:g} s" if ended is None else f"has ended with status {ended}"
         tail = "\n".join(self.log(name).read_text(errors="replace").splitlines()[-15:])
-        raise WorkersError(f"worker {name} {how}:\n{tail}")
+        what, needs = (name, f"\n{NEEDS}") if name == MASTER else (f"worker {name}", "")
+        raise WorkersError(f"{what} {how}:\n{tail}{needs}")
 
 
 def is_healthy(url: str) -> bool:
@@ -214,6 +241,13 @@ def is_healthy(url: str) -> bool:
             return bool(answer.status == 200)
     except (OSError, urllib.error.URLError):
         return False
+
+
+def listens(address: str) -> bool:
+    """Whether something listens at host:port."""
+    host, _, port = address.rpartition(":")
+    with socket.socket() as probe:
+        return probe.connect_ex((host, int(port))) == 0
 
 
 def free_ports(count: int) -> list[int]:

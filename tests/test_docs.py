@@ -5,6 +5,7 @@ Pages with vLLM workers are those of tests/live/test_docs.py.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,17 @@ from tests.documents import (
     pages_with,
     unknown_reasons,
 )
+from tests.network import own_network
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
 def run(page: str, mark: str, folder: Path) -> None:
-    with Session(folder, clone=mark == "long") as session:
-        for block in blocks_to_run(ROOT / page, mark):
+    blocks = blocks_to_run(ROOT / page, mark)
+    on_all_interfaces = any("--connector store" in command for block in blocks for command in block.commands)
+    network = own_network() if on_all_interfaces else nullcontext()
+    with network, Session(folder, clone=mark == "long") as session:
+        for block in blocks:
             session.do(block)
 
 

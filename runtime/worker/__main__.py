@@ -60,6 +60,10 @@ def main(
     ] = 512,
     keep_s: Annotated[float, typer.Option(min=0.01, help="How long KV waits to be pulled")] = 60.0,
     transfer_timeout_s: Annotated[float, typer.Option(min=0.01, help="For connecting, and for each block")] = 10.0,
+    store: Annotated[
+        str, typer.Option(help="HOST:PORT of a Mooncake Store's master: the pool that blocks go to and come from")
+    ] = "",
+    store_blocks: Annotated[int, typer.Option(min=0, help="KV blocks of memory that are lent to the store")] = 1024,
     drain_s: Annotated[float, typer.Option(min=0.0, help="How long requests may go on after SIGTERM")] = 10.0,
     layers: Annotated[int, typer.Option(min=1, help="Of the tiny model")] = 4,
     hidden: Annotated[int, typer.Option(min=1, help="Of the tiny model")] = 256,
@@ -106,6 +110,8 @@ def main(
                 max_num_batched_tokens=max_num_batched_tokens,
                 keep_s=keep_s,
                 transfer_timeout_s=transfer_timeout_s,
+                store=store,
+                store_blocks=store_blocks,
                 drain_s=drain_s,
                 tiny=TinyModel(layers, hidden, heads, kv_heads, vocabulary, context, seed),
             )

@@ -24,9 +24,10 @@ import torch
 from ..block_hash import Namespace, hash_blocks, namespace
 from .blocks import BlockStore
 from .events import EventPublisher
-from .kvcache import Block, Event, KvCache
+from .kvcache import Block, Event, KvCache, Stored, Tier
 from .metrics import WorkerMetrics
 from .model import PagedModel, Part, sample
+from .pool import Pool
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -52,6 +53,13 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
+class Pooled:
+    """The pool may have the first blocks of a request. `replicate`: those that come are to be copied to this node."""
+
+    replicate: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Generation:
     """What is asked for. `hand_over`: the KV is kept for another worker. `origin`: where KV is to come from."""
 
@@ -66,7 +74,7 @@ class Generation:
     min_tokens: int = 0
     cache_salt: str = ""
     hand_over: bool = False
-    origin: Handover | Holder | None = None
+    origin: Handover | Holder | Pooled | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,6 +135,7 @@ class Engine:
         id: names this process to others. cache, waiting, running, pulling, kept: its books, changed by its thread only;
             `call` runs something there.
         begin_pull: called on the thread with a sequence whose KV is to be fetched; `pulled` is to follow.
+        pool: where new blocks go; None: nowhere.
 
     Args:
         max_sequences: admitted at a time. step_tokens: most rows of a step. keep_s: how long KV waits to be pulled.
@@ -154,6 +163,7 @@ class Engine:
         self.pulling: set[Sequence] = set()
         self.kept: dict[str, Kept] = {}
         self.begin_pull: Callable[[Sequence], None] = _no_pull
+        self.pool: Pool | None = None
         self._publisher = publisher
         self._max_sequences = max_sequences
         self._step_tokens = step_tokens
@@ -308,7 +318,7 @@ class Engine:
             self.metrics.prefix_queries.inc(prompt_tokens)
             self.metrics.prefix_hits.inc(sequence.local_tokens)
             wanted = self.blocks_of(prompt_tokens) if isinstance(asked.origin, Handover) else reusable
-            if asked.origin is None or (isinstance(asked.origin, Holder) and wanted <= len(hits)):
+            if asked.origin is None or (not isinstance(asked.origin, Handover) and wanted <= len(hits)):
                 self.running.append(sequence)
                 continue
             self.metrics.external_queries.inc(prompt_tokens - sequence.local_tokens)
@@ -431,11 +441,22 @@ class Engine:
             extra = "" if i else sequence.asked.cache_salt
             sequence.blocks[i] = self.cache.commit(sequence.blocks[i], sequence.hashes[i], parent, tuple(tokens), extra)
 
+    def _new_blocks(self) -> dict[int, bytes]:
+        """Blocks that came to the device since the last news, by their hashes."""
+        came = [event.block for event in self._events if isinstance(event, Stored) and event.tier == Tier.DEVICE]
+        return {
+            block.hash: self.store.read(block.tier, block.slot)
+            for block in came
+            if block.hash is not None and self.cache.committed.get(block.hash) is block  # it may have gone again
+        }
+
     def _record(self, event: Event) -> None:
         self._events.append(event)
 
     def _tell(self) -> None:
-        """Events before answers: who has the answer may ask for the blocks."""
+        """The pool, then events, then answers: who has the answer may ask for the blocks."""
+        if self.pool is not None and (new := self._new_blocks()):
+            self.pool.put(new)
         if self._publisher is not None:
             self._publisher.publish(self._events)
         self._events.clear()

@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
 
 from ..block_hash import token_array, xxh3_64
-from .engine import Engine, Handover, Sequence
+from .engine import Engine, Handover, Holder, Pooled, Sequence
 from .kvcache import Block
+from .pool import Pool
 from .transfer import Lent, Prefix, Pull, Release, Request, TransferError, fetch, release
 
 log = logging.getLogger(__name__)
@@ -22,14 +23,15 @@ class Exchange:
     """Joins an engine and the transfers of its process, on the running event loop.
 
     Args:
-        timeout_s: for connecting to another worker, and for each block.
+        timeout_s: for connecting to another worker, and for each block. pool: where blocks may come from, if any.
     """
 
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
+    def __init__(self, engine: Engine, timeout_s: float, pool: Pool | None = None) -> None:
         self.engine = engine
         self.timeout_s = timeout_s
+        self.pool = pool
         self._loop = asyncio.get_running_loop()
-        self._tasks: set[asyncio.Task[tuple[int, str]]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
         engine.begin_pull = self._begin_pull
 
     async def lend(self, request: Request) -> Lent:
@@ -106,19 +108,21 @@ class Exchange:
         origin, engine, block_tokens = sequence.asked.origin, self.engine, self.engine.model.block_tokens
         assert origin is not None
         have = sequence.local_tokens // block_tokens
-        missing: Pull | Prefix
-        if isinstance(origin, Handover):
+        blocks, hashes = sequence.blocks[have:], sequence.hashes[have : len(sequence.blocks)]
+        if isinstance(origin, Pooled):
+            assert self.pool is not None
+            stream = self.pool.fetch(hashes)
+        elif isinstance(origin, Handover):
             ids = origin.block_ids[have : len(sequence.blocks)]
             prompt = sequence.asked.prompt
-            missing = Pull(
+            left = Pull(
                 engine.model.fingerprint, origin.engine_id, origin.request_id, ids, len(prompt), _digest(prompt)
             )
+            stream = self._fetch(origin, left, len(blocks))
         else:
-            missing = Prefix(engine.model.fingerprint, sequence.hashes[have : len(sequence.blocks)])
-        blocks = sequence.blocks[have:]
+            stream = self._fetch(origin, Prefix(engine.model.fingerprint, hashes), len(blocks))
         arrived, error, begun_s = 0, "", time.monotonic()
         try:
-            stream = fetch(origin.host, origin.port, missing, engine.store.block_bytes, len(blocks), self.timeout_s)
             async with contextlib.aclosing(stream):
                 async for content in stream:
                     engine.store.write(blocks[arrived].slot, content)
@@ -130,8 +134,22 @@ class Exchange:
             log.warning("the KV of request %s did not come: %s", sequence.id, failure)
             engine.metrics.failed_transfers.inc()
             error = str(failure) if isinstance(origin, Handover) else ""
+        if isinstance(origin, Pooled) and origin.replicate and arrived:
+            self._later(self._replicate(hashes[:arrived]))
         engine.metrics.transfer_bytes.inc(arrived * engine.store.block_bytes)
         return min((have + arrived) * block_tokens, sequence.prompt_tokens), error
+
+    def _fetch(self, origin: Handover | Holder, asked: Pull | Prefix, blocks: int) -> AsyncGenerator[bytes, None]:
+        return fetch(origin.host, origin.port, asked, self.engine.store.block_bytes, blocks, self.timeout_s)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _replicate(self, hashes: list[int]) -> None:
+        assert self.pool is not None
+        self.engine.metrics.replicated_blocks.inc(await self.pool.replicate(hashes))
 
     async def let_go(self, origin: Handover) -> None:
         """Tell a prefill worker that what it keeps is not needed: the request will not come to it."""

@@ -29,6 +29,7 @@ class WorkerMetrics:
         self.external_hits = count("external_prefix_cache_hits", "Tokens that other workers sent")
         self.transfer_bytes = count("nixl_bytes_transferred", "Bytes of KV received from other workers")
         self.failed_transfers = count("nixl_num_failed_transfers", "Transfers of KV that failed")
+        self.replicated_blocks = count("kv_replicated_blocks", "Blocks of the pool that were copied to this node")
         self.expired_handovers = count("nixl_num_kv_expired_reqs", "Requests whose KV nobody pulled in time")
         self.ttft_s = seconds("time_to_first_token_seconds", "From arrival to the first token")
         self.itl_s = seconds("inter_token_latency_seconds", "Between two tokens of a request")

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from .engine import Generation, Handover, Holder
+from .engine import Generation, Handover, Holder, Pooled
 
 DEFAULT_MAX_TOKENS = 16  # of a completion, as in OpenAI's API; a chat goes on to the end of the context
 
@@ -28,7 +28,7 @@ class PrefixHolder(msgspec.Struct):
 
 
 class KvTransferParams(msgspec.Struct):
-    """As vLLM's NixlConnector has them, and `prefix_holder` of our own (docs/workers.md)."""
+    """As vLLM's NixlConnector has them; `prefix_holder` and `fetch_prefix` are our own (docs/workers.md)."""
 
     do_remote_decode: bool | None = None
     do_remote_prefill: bool | None = None
@@ -39,6 +39,7 @@ class KvTransferParams(msgspec.Struct):
     remote_port: int | None = None
     remote_num_tokens: int | None = None
     prefix_holder: PrefixHolder | None = None
+    fetch_prefix: bool | None = None
 
 
 class StreamOptions(msgspec.Struct):
@@ -111,13 +112,14 @@ def prompt_of(request: CompletionRequest) -> str | list[int]:
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a worker can take. `context`: most tokens of a sequence; the device's blocks can hold them. `pulls`,
-    `hands_over`: what its role lets it do with KV."""
+    `hands_over`: what its role lets it do with KV. `pool`: whether it has one."""
 
     context: int
     vocabulary: int
     block_tokens: int
     pulls: bool
     hands_over: bool
+    pool: bool = False
 
 
 def generation_of(request: CommonRequest, prompt: list[int], limits: Limits) -> Generation:
@@ -182,7 +184,9 @@ def stop_strings(request: CommonRequest) -> list[str]:
     return [string for string in ([given] if isinstance(given, str) else given or []) if string]
 
 
-def _transfer(params: KvTransferParams, prompt_tokens: int, limits: Limits) -> tuple[bool, Handover | Holder | None]:
+def _transfer(
+    params: KvTransferParams, prompt_tokens: int, limits: Limits
+) -> tuple[bool, Handover | Holder | Pooled | None]:
     where = "kv_transfer_params"
     hand_over = bool(params.do_remote_decode)
     if hand_over and params.do_remote_prefill:
@@ -193,9 +197,13 @@ def _transfer(params: KvTransferParams, prompt_tokens: int, limits: Limits) -> t
         if not limits.pulls:
             raise Refusal("do_remote_prefill: this worker's role is prefill", where)
         return False, _handover(params, prompt_tokens, limits)
-    if params.prefix_holder is None:
-        return hand_over, None
-    return hand_over, Holder(params.prefix_holder.host, _port(params.prefix_holder.port, f"{where}.prefix_holder"))
+    if params.prefix_holder is not None:
+        return hand_over, Holder(params.prefix_holder.host, _port(params.prefix_holder.port, f"{where}.prefix_holder"))
+    if params.fetch_prefix and not limits.pool:
+        raise Refusal("fetch_prefix: this worker has no pool (--store)", where)
+    if limits.pool and (params.fetch_prefix or not limits.hands_over):
+        return hand_over, Pooled(replicate=bool(params.fetch_prefix))
+    return hand_over, None
 
 
 def _handover(params: KvTransferParams, prompt_tokens: int, limits: Limits) -> Handover:

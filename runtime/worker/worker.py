@@ -24,6 +24,7 @@ from .kvcache import Tier
 from .metrics import WorkerMetrics
 from .model import ModelError, PagedModel, TinyModel, load_model
 from .openai import Limits
+from .pool import Pool
 from .server import Server
 from .text import Text, TextError, load_tokenizer
 from .transfer import TransferServer
@@ -61,6 +62,8 @@ class Options:
     max_num_batched_tokens: int
     keep_s: float
     transfer_timeout_s: float
+    store: str
+    store_blocks: int
     drain_s: float
     tiny: TinyModel
 
@@ -99,6 +102,7 @@ async def _serve(options: Options, model: PagedModel, text: Text, http: socket.s
         block_tokens=options.block_size,
         pulls=options.role != "prefill",
         hands_over=options.role != "decode",
+        pool=bool(options.store),
     )
     async with contextlib.AsyncExitStack() as ends:  # the last to start is the first to end
         publisher = None
@@ -107,6 +111,10 @@ async def _serve(options: Options, model: PagedModel, text: Text, http: socket.s
             events = f"tcp://{options.kv_events}"
             publisher = EventPublisher(events, f"tcp://{replay}", options.kv_topic, options.block_size)
             ends.callback(publisher.close)
+        pool = None
+        if options.store:
+            pool = _pool(options, model.fingerprint, store.block_bytes)
+            ends.callback(pool.close)
         engine = Engine(
             model,
             store,
@@ -117,10 +125,12 @@ async def _serve(options: Options, model: PagedModel, text: Text, http: socket.s
             step_tokens=options.max_num_batched_tokens,
             keep_s=options.keep_s,
         )
+        if limits.hands_over:
+            engine.pool = pool
         _watch(metrics, engine)
         engine.start()
         ends.callback(engine.stop)
-        exchange = Exchange(engine, options.transfer_timeout_s)
+        exchange = Exchange(engine, options.transfer_timeout_s, pool)
         transfers = TransferServer(exchange.lend, options.transfer_timeout_s)
         host, port = _host_port(options.transfer, "--transfer")
         port = await transfers.start(host, port)
@@ -135,6 +145,15 @@ async def _serve(options: Options, model: PagedModel, text: Text, http: socket.s
         print(json.dumps(_addresses(options, server, publisher, http)), flush=True)
         await stopping.wait()
         await _drain(server, options.drain_s)
+
+
+def _pool(options: Options, fingerprint: int, block_bytes: int) -> Pool:
+    host = options.advertise or _host_port(options.transfer, "--transfer")[0]
+    try:
+        return Pool(options.store, host, fingerprint, block_bytes, options.store_blocks)
+    except ImportError as error:
+        needed = "pip install 'conductor-gym[store]', and Debian's libibverbs1, librdmacm1 and libnuma1"
+        raise OptionError(f"--store: {error}; it needs {needed}") from None
 
 
 async def _drain(server: Server, drain_s: float) -> None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +18,8 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
-from runtime import calm_nixl, tiny_model, vllm_workers
-from runtime.local_workers import WorkersError
+from runtime import calm_nixl, saved_first, tiny_model, vllm_workers
+from runtime.local_workers import WorkersError, listens
 from runtime.vllm_workers import VllmWorkers
 from runtime.workers import Connector, Role, load_live_cluster
 
@@ -24,7 +27,7 @@ from .conftest import ROOT
 
 SERVER = """
 import http.server, sys
-port = next(int(option[7:]) for option in sys.argv if option.startswith("--port="))
+port = next(int(option.split("=")[1]) for option in sys.argv if option.startswith(("--port=", "--rpc_port=")))
 class Health(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
         self.send_response(200)
@@ -37,9 +40,9 @@ http.server.HTTPServer(("127.0.0.1", port), Health).serve_forever()
 def stand_in(tmp_path: Path):
     """`stand_in(program)`: an environment whose Python runs this program, whatever it is asked to."""
 
-    def make(program: str) -> Path:
+    def make(program: str, *packages: str) -> Path:
         place = tmp_path / "environment"
-        for name in ("vllm", "nixl"):
+        for name in ("vllm", "nixl", *packages):
             (place / "lib" / "python3.11" / "site-packages" / name).mkdir(parents=True)
         (place / "program.py").write_text(program)
         python = place / "bin" / "python"
@@ -87,6 +90,32 @@ def test_without_an_environment_the_command_says_how_to_make_one(tmp_path):
     assert answer.exit_code == 1
 
 
+def test_a_master_of_the_store_is_started_beside_workers(stand_in):
+    with VllmWorkers(connector=Connector.STORE, environment=stand_in(SERVER, "mooncake")) as workers:
+        assert listens(workers.master)
+        assert json.loads((workers.folder / "store.json").read_text())["master_server_address"] == workers.master
+        assert all(worker.connector == Connector.STORE for worker in load_live_cluster(workers.cluster_file).workers)
+    assert not listens(workers.master)
+
+
+def test_a_master_that_does_not_come_up_is_named_with_what_it_needs(stand_in):
+    place = stand_in("import sys; sys.exit('libibverbs.so.1: cannot open shared object file')", "mooncake")
+    with (
+        pytest.raises(WorkersError, match=r"(?s)^mooncake_master has ended with status 1:.*object file.*libibverbs1"),
+        VllmWorkers(connector=Connector.STORE, environment=place),
+    ):
+        pass
+
+
+def test_an_environment_gets_what_it_lacks(stand_in):
+    place = stand_in("import sys; open(sys.argv[0] + '.ran', 'a').write(' '.join(sys.argv[1:]) + '\\n')")
+    with pytest.raises(WorkersError, match="no Mooncake Store"):
+        VllmWorkers(connector=Connector.STORE, environment=place).prepare()
+    vllm_workers.set_up(place)
+    (ran,) = (place / "program.py.ran").read_text().splitlines()
+    assert ran.endswith(f"install {vllm_workers.MOONCAKE}")
+
+
 def test_only_connectors_that_work_without_a_gpu():
     with pytest.raises(WorkersError, match="nixl and store"):
         VllmWorkers(connector=Connector.MOONCAKE)
@@ -120,12 +149,13 @@ def test_the_command_runs_until_it_is_interrupted(stand_in, tmp_path):
         time.sleep(0.05)
 
 
-def test_vllm_finds_the_plugin(tmp_path):
+def test_vllm_finds_the_plugins(tmp_path):
     """As it looks for plugins: by entry points of what is on its path."""
-    vllm_workers._write_plugin(tmp_path)
+    for name in ("calm_nixl", "saved_first"):
+        vllm_workers._write_plugin(tmp_path, name)
     program = (
         "from importlib.metadata import entry_points; "
-        "(found,) = entry_points(group='vllm.general_plugins'); print(found.load().__module__)"
+        "print(*sorted(found.load().__module__ for found in entry_points(group='vllm.general_plugins')))"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -134,12 +164,11 @@ def test_vllm_finds_the_plugin(tmp_path):
         text=True,
         check=True,
     )
-    assert done.stdout.strip() == "calm_nixl"
+    assert done.stdout.split() == ["calm_nixl", "saved_first"]
 
 
 def test_the_plugin_calms_nixl(monkeypatch):
     """In a NIXL that fixes the delay at 0, as the real one does."""
-    import types
 
     class Config:
         pthrDelay = -1
@@ -156,6 +185,34 @@ def test_the_plugin_calms_nixl(monkeypatch):
     config.pthrDelay = 0
     api.nixlBind.nixlAgent("worker", config)
     assert agents == [("worker", config)] and config.pthrDelay == calm_nixl.DELAY_US > 0
+
+
+def test_the_plugin_waits_until_blocks_are_saved(monkeypatch):
+    """With a connector that saves in the background, as the real one does."""
+
+    class Worker:
+        def __init__(self) -> None:
+            self.saved: list[str] = []
+            self.kv_send_thread = types.SimpleNamespace(request_queue=queue.Queue())
+
+        def wait_for_save(self, metadata: str) -> None:
+            self.kv_send_thread.request_queue.put(metadata)
+            threading.Timer(0.2, self.put).start()
+
+        def put(self) -> None:
+            self.saved.append(self.kv_send_thread.request_queue.get())
+            self.kv_send_thread.request_queue.task_done()
+
+    place = types.ModuleType("worker")
+    place.MooncakeStoreWorker = Worker  # type: ignore[attr-defined]
+    name = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.store.worker"
+    for i in range(1, name.count(".") + 1):
+        monkeypatch.setitem(sys.modules, name.rsplit(".", i)[0], types.ModuleType(name.rsplit(".", i)[0]))
+    monkeypatch.setitem(sys.modules, name, place)
+    saved_first.register()
+    worker = Worker()
+    worker.wait_for_save("blocks")
+    assert worker.saved == ["blocks"]
 
 
 def test_the_model_is_one_that_libraries_read(tmp_path):

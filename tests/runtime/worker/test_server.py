@@ -142,6 +142,7 @@ BAD: list[tuple[Any, int, str | None]] = [
     ({"prompt": [1], "kv_transfer_params": {"do_remote_prefill": True}}, 400, "kv_transfer_params"),
     ({"prompt": [1], "kv_transfer_params": {"prefix_holder": {"host": "h", "port": 0}}}, 400,
      "kv_transfer_params.prefix_holder"),
+    ({"prompt": [1], "kv_transfer_params": {"fetch_prefix": True}}, 400, "kv_transfer_params"),
 ]  # fmt: skip
 
 
