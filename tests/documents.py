@@ -4,8 +4,8 @@ In a page,
 
 - a `console` block holds commands after `$ `; lines without it are output;
 - a `python` block is run, a `yaml` one is text; with a title (```` ```python title="mine.py" ````) either is a file;
-- `<!-- slow: WHY -->` before a block leaves it to the slow tests, `<!-- live: WHY -->` to those with vLLM workers,
-  `<!-- long: WHY -->` to those that take an hour (`make test-long`); `<!-- not run: WHY -->` to nobody, for a reason in
+- `<!-- slow: WHY -->` before a block leaves it to the slow tests, `<!-- live: WHY -->` (it needs vLLM workers) and
+  `<!-- long: WHY -->` (an hour, say) to `make test-long`; `<!-- not run: WHY -->` to nobody, for a reason in
   `NOT_RUN`. The quick tests have the options of all these commands parsed by the programs they call;
 - a server in the foreground is waited for, then ended with Ctrl-C, a server with `&` when the page ends. Addresses of
   this machine and those of examples (RFC 5737) are exchanged for free ones of this machine.

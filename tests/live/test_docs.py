@@ -35,6 +35,7 @@ def run(page: str, mark: str, folder: Path, environment: Path) -> None:
 
 
 @pytest.mark.live
+@pytest.mark.long
 @pytest.mark.parametrize("page", pages_with("live"))
 def test_commands_run(page, tmp_path, environment):
     run(page, "live", tmp_path, environment)
