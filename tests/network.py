@@ -32,6 +32,7 @@ def own_network() -> Iterator[None]:
         try:
             yield
         finally:
-            _libc.setns(before, CLONE_NEWNET)
+            if _libc.setns(before, CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), "the network is not to be had back")
     finally:
         os.close(before)
