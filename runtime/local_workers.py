@@ -20,11 +20,11 @@ import yaml
 from rich.console import Console
 
 from .tiny_model import KV_BYTES_PER_TOKEN, LAYERS, write_model
+from .worker.pool import LIBRARIES
 from .workers import Connector, Role
 
 MODEL = "tiny"
 MASTER = "mooncake_master"
-NEEDS = "Mooncake Store needs Debian's libibverbs1, librdmacm1 and libnuma1"
 START_S = 600.0
 
 err = Console(stderr=True)
@@ -230,7 +230,7 @@ class LocalWorkers(ABC):
             return
         how = f"is not up after {START_S:g} s" if ended is None else f"has ended with status {ended}"
         tail = "\n".join(self.log(name).read_text(errors="replace").splitlines()[-15:])
-        what, needs = (name, f"\n{NEEDS}") if name == MASTER else (f"worker {name}", "")
+        what, needs = (name, f"\nMooncake Store needs {LIBRARIES}") if name == MASTER else (f"worker {name}", "")
         raise WorkersError(f"{what} {how}:\n{tail}{needs}")
 
 

@@ -323,8 +323,9 @@ class PrefixIndex:
     def expire(self, now_s: float) -> int:
         """End assumptions whose time has come, in the order they were made; how many blocks are gone by it. And forget
         what was not to be forgotten before (`unexpect`)."""
-        table.dismiss(self._at, round(now_s * 1e6))
-        return int(expectations.forget(self._at, round(now_s * 1e6)))
+        now_us = round(now_s * 1e6)
+        table.dismiss(self._at, now_us)
+        return int(expectations.forget(self._at, now_us))
 
     # --- residency by the engines' events ---
 

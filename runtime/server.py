@@ -264,16 +264,14 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     return read
 
 
-async def _refuse_unreadable(request: Any, context: Any) -> None:
-    if request is _UNREADABLE:
-        await context.abort(
-            grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read: it is not protobuf of its type"
-        )
+async def _refuse_unreadable(context: Any) -> None:
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read: it is not protobuf of its type")
 
 
 def _called_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     async def checked(request: Any, context: Any) -> Any:
-        await _refuse_unreadable(request, context)
+        if request is _UNREADABLE:
+            await _refuse_unreadable(context)
         return await call(request, context)
 
     return checked
@@ -281,7 +279,8 @@ def _called_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any
 
 def _streaming_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     async def checked(request: Any, context: Any) -> AsyncIterator[Any]:
-        await _refuse_unreadable(request, context)
+        if request is _UNREADABLE:
+            await _refuse_unreadable(context)
         async for answer in call(request, context):
             yield answer
 
@@ -338,7 +337,7 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
     ) -> AsyncIterator[pb.ScheduleResponse]:
         async for request in request_iterator:
             if request is _UNREADABLE:
-                await _refuse_unreadable(request, context)
+                await _refuse_unreadable(context)
             try:
                 yield self._schedule(request, context)
             except RequestError as error:

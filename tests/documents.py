@@ -20,7 +20,6 @@ import runpy
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -29,7 +28,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from itertools import filterfalse
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO, Self
@@ -40,6 +38,7 @@ import yaml
 from typer.core import TyperCommand, TyperGroup
 
 import traces
+from runtime.local_workers import listens
 
 from .runtime.backends import free_port
 
@@ -400,7 +399,7 @@ class Session:
             while missing or not (self.folder / server.writes).exists():
                 assert process.poll() is None, f"{what}\nended at once:\n{output.read_text()[-3000:]}"
                 assert time.monotonic() < until, f"{what}\nnobody listens on {missing}, or no {server.writes!r}"
-                missing = set(filterfalse(_is_open, missing))
+                missing = {port for port in missing if not listens(f"127.0.0.1:{port}")}
                 time.sleep(0.1)
             yield
         finally:
@@ -417,11 +416,6 @@ class Session:
 def _trace() -> traces.Trace:
     """A stand-in for what readers have."""
     return traces.builtin("conversation")
-
-
-def _is_open(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def clone_to(folder: Path) -> None:

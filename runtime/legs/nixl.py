@@ -45,8 +45,8 @@ def prefix_holder(call: Call, prefill: Worker) -> dict[str, Any]:
 
     The reference worker does (docs/workers.md); vLLM's NixlConnector fetches whole prompts only.
     """
-    holder = call.holder
-    if holder is None or holder.id == prefill.id or not holder.bootstrap:
+    holder = call.holder_for(prefill)
+    if holder is None or not holder.bootstrap:
         return {}
     host, _, port = holder.bootstrap.rpartition(":")
     return {"prefix_holder": {"host": host.strip("[]"), "port": int(port)}}

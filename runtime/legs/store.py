@@ -15,7 +15,6 @@ async def run(upstream: Upstream, call: Call, prefill: Worker, decode: Worker, p
     A prefix that is to be fetched comes from the store too; the reference worker replicates it (docs/workers.md), and
     fetches nothing unasked. vLLM's connector always does.
     """
-    fetched = call.holder is not None and call.holder.id != prefill.id
-    params = {"kv_transfer_params": {"fetch_prefix": True}} if fetched else {}
+    params = {"kv_transfer_params": {"fetch_prefix": True}} if call.holder_for(prefill) else {}
     prefilled(await upstream.prefill(call, prefill, prefill_only(call.fields) | params))
     return await upstream.decode(call, decode, call.fields)

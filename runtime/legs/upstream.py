@@ -52,6 +52,10 @@ class Call:
     headers: Mapping[str, str] = field(default_factory=dict)
     holder: Worker | None = None
 
+    def holder_for(self, worker: Worker) -> Worker | None:
+        """Whom a worker is to fetch the prefix from, if anybody; it fetches nothing from itself."""
+        return None if self.holder is None or self.holder.id == worker.id else self.holder
+
 
 class LegFailed(Exception):
     """A leg failed.
@@ -110,8 +114,8 @@ class Upstream:
         Raises:
             LegFailed: no reply, an error, or none that can be read.
         """
-        if call.holder is not None and call.holder.id != worker.id:
-            headers[PREFIX_HOLDER] = call.holder.address
+        if holder := call.holder_for(worker):
+            headers[PREFIX_HOLDER] = holder.address
         limit = ClientTimeout(total=self.timeouts.prefill_s, sock_connect=self.timeouts.connect_s)
         async with await self._post("prefill", call, worker, fields, limit, headers) as response:
             try:

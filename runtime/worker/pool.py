@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 
 from .transfer import TransferError
 
+LIBRARIES = "Debian's libibverbs1, librdmacm1 and libnuma1"  # that Mooncake is linked with
 LEAST_BUFFER_BYTES = 16 << 20  # of a worker's own, for what comes and goes
 REPLICATE_S = 30.0
 POLL_S = 0.2

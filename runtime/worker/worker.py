@@ -24,7 +24,7 @@ from .kvcache import Tier
 from .metrics import WorkerMetrics
 from .model import ModelError, PagedModel, TinyModel, load_model
 from .openai import Limits
-from .pool import Pool
+from .pool import LIBRARIES, Pool
 from .server import Server
 from .text import Text, TextError, load_tokenizer
 from .transfer import TransferServer
@@ -152,7 +152,7 @@ def _pool(options: Options, fingerprint: int, block_bytes: int) -> Pool:
     try:
         return Pool(options.store, host, fingerprint, block_bytes, options.store_blocks)
     except ImportError as error:
-        needed = "pip install 'conductor-gym[store]', and Debian's libibverbs1, librdmacm1 and libnuma1"
+        needed = f"pip install 'conductor-gym[store]', and {LIBRARIES}"
         raise OptionError(f"--store: {error}; it needs {needed}") from None
 
 

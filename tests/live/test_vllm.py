@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +15,7 @@ from runtime.proto import conductor_pb2 as pb
 from runtime.vllm_workers import BLOCK_TOKENS, VllmWorkers
 
 from ..runtime.test_server import metric
+from ..waiting import eventually
 from .conftest import GREEDY, KV_TOKENS, Live, ids, prompt, serving
 
 pytestmark = pytest.mark.live
@@ -30,13 +29,6 @@ def split(environment: Path) -> Iterator[Live]:
         serving(workers, workers.cluster_file, "--policy", "conductor+none", "--scrape-interval-s", "0.1") as live,
     ):
         yield live
-
-
-def eventually(holds: Callable[[], Any], within_s: float = 20.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.1)
 
 
 def cached(live: Live, worker: str, tokens: list[int]) -> float:

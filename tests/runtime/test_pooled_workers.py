@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import time
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,6 +19,7 @@ from runtime.reference_workers import BLOCK_TOKENS, ReferenceWorkers
 from runtime.workers import Connector
 
 from ..network import own_network
+from ..waiting import eventually
 from .stores import clients, objects
 from .test_reference_workers import completed, sources
 
@@ -47,13 +47,6 @@ async def served(
     after = [sources(workers, name) for name in (prefill, "d0")]
     mine, its = [{key: now[key] - then[key] for key in now} for then, now in zip(before, after)]
     return text, mine, its
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it does not come about"
-        time.sleep(0.1)
 
 
 def forget(workers: ReferenceWorkers, name: str) -> None:
@@ -88,10 +81,10 @@ async def test_a_hot_prefix_outlives_the_node_that_made_it(workers: ReferenceWor
     made = {name: (await served(workers, asked, "p0"))[0] for name, asked in (("hot", hot), ("cold", cold))}
     fetched, prefill, _ = await served(workers, hot, "p1", holder="p0")
     assert fetched == made["hot"] and prefill == FROM_STORE
-    within(30, lambda: replicated(workers, "p1") == BLOCKS)
+    eventually(lambda: replicated(workers, "p1") == BLOCKS, 30)
     alive = clients(workers)
     workers.kill("p0")
-    within(60, lambda: clients(workers) == alive - 1)
+    eventually(lambda: clients(workers) == alive - 1, 60)
     for name in ("p1", "d0"):
         forget(workers, name)
     again, prefill, decode = await served(workers, hot, "p1", holder="p0")
