@@ -25,6 +25,7 @@ from .kernel.xxh3 import hash_chain, start_of, xxh3_of
 
 Hashes = NDArray[np.uint64]
 NO_EXTRAS: Hashes = np.zeros(0, np.uint64)
+_UINT32 = np.dtype(np.uint32)
 _MASK = (1 << 64) - 1
 LORA_ID_SEED = 1  # an adapter known by its number only is hashed with this seed: never the same as a name
 
@@ -108,7 +109,7 @@ def token_array(tokens: ArrayLike) -> NDArray[np.uint32]:
     Raises:
         ValueError: not one-dimensional, or a number that is no uint32.
     """
-    if type(tokens) is np.ndarray and tokens.dtype == np.uint32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+    if type(tokens) is np.ndarray and tokens.dtype is _UINT32 and tokens.ndim == 1 and tokens.flags.c_contiguous:
         return tokens
     try:
         given = np.asarray(tokens)

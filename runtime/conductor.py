@@ -167,7 +167,7 @@ class Conductor:
         now_s = self.clock.now(request.arrival_s)
         state.advance(now_s)
         input_tokens = self._checked(request)
-        expected = float(state.clock["expected_output_tokens"])
+        expected = state.expected_output_tokens
         candidates = self._candidates(request)
         refusal = self._refusal(request, input_tokens, candidates)
         if refusal is not None:

@@ -71,6 +71,8 @@ class TenantShares:
 
     def headroom(self, tenant: str, priority: int, now_s: float) -> tuple[float, float]:
         """Factors on the SLOs that admission compares with: by priority, by the tenant's share."""
+        if not (tenant or priority):
+            return 1.0, 1.0
         by_priority = min(MOST_HEADROOM, max(LEAST_HEADROOM, 1.0 + PRIORITY_STEP * priority))
         by_share = 1.0
         if tenant:

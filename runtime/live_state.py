@@ -8,7 +8,6 @@ decision" to "What the scheduler knows and predicts".
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -16,6 +15,7 @@ from copy import copy
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from heapq import heapify, heappop, heappush
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,6 +52,10 @@ class Stage(IntEnum):
     GONE = 5
 
 
+# A member of an enum class takes a tenth of a microsecond to look up, and a request asks for twenty.
+QUEUED, PREFILL, TRANSFER, WAITING, DECODE, GONE = Stage
+
+
 class Reservation:
     """An admitted request: what it takes of the cluster until it is finished, failed, or its lease ends."""
 
@@ -60,7 +64,7 @@ class Reservation:
     fetching = 0  # blocks on their way from the holder
     fetch_bytes = 0.0
     reused_tokens = 0
-    stage = Stage.QUEUED
+    stage = QUEUED
     flight = -1
     prefill_start_s = NAN
     prefill_end_s = NAN
@@ -174,6 +178,7 @@ class LiveState:
         self.clock = state.clock[0]
         self.prefill, self.decode, self.flight = state.prefill, state.decode, state.flight
         self._now_s, self._start_s = state.clock["now_s"], state.flight["start_s"]
+        self._expected_output_tokens = state.clock["expected_output_tokens"]
         observation = self.observer.observation
         self.ttft_s = tuple(observation.prefill[f"ttft_{source.name.lower()}_s"][0] for source in Source)  # by source
         self.prefill_of = {worker.id: p for p, worker in enumerate(self.prefills)}
@@ -416,6 +421,11 @@ class LiveState:
             self._begin(p, reservation.arrival_s)
 
     @property
+    def expected_output_tokens(self) -> float:
+        """Of the next request, by the moving mean."""
+        return self._expected_output_tokens.item(0)  # type: ignore[no-any-return]
+
+    @property
     def full(self) -> bool:
         """Whether there is no room for another reservation."""
         return len(self.flying) >= self.most_in_flight
@@ -440,7 +450,7 @@ class LiveState:
 
     def _runs(self, p: int, reservation: Reservation, now_s: float, end_s: float) -> None:
         self.running[p] = reservation
-        reservation.stage = Stage.PREFILL
+        reservation.stage = PREFILL
         reservation.prefill_start_s = now_s
         if not reservation.reported or self.pipelined[p]:
             self._step_at(reservation, end_s)
@@ -462,12 +472,12 @@ class LiveState:
     def prefill_started(self, reservation: Reservation, at_s: float, expected_end_s: float = 0.0) -> None:
         """The engine has started on it; `expected_end_s` 0: it will take as long as predicted."""
         p = reservation.prefill
-        if reservation.stage == Stage.QUEUED:
+        if reservation.stage == QUEUED:
             if reservation in self.queues[p]:
                 self.queues[p].remove(reservation)
             self.queues[p].appendleft(reservation)
             self._begin(p, at_s)
-        if reservation.stage == Stage.PREFILL:
+        if reservation.stage == PREFILL:
             reservation.prefill_start_s = at_s
             end_s = expected_end_s - reservation.drain_s if expected_end_s > 0 else at_s + reservation.predicted_s
             if self.running[p] is reservation:
@@ -487,19 +497,20 @@ class LiveState:
 
     def prefill_done(self, reservation: Reservation, at_s: float) -> None:
         """Its first token is out; its blocks are where KV events say."""
-        if reservation.stage > Stage.PREFILL:
+        if reservation.stage > PREFILL:
             return
         p = reservation.prefill
-        self.fetch_landed(reservation)
+        if reservation.fetching:
+            self.fetch_landed(reservation)
         running = self.running[p] is reservation
         if running:
             self.running[p] = None
-        elif reservation.stage == Stage.QUEUED:  # engines batch prefills: it has overtaken
+        elif reservation.stage == QUEUED:  # engines batch prefills: it has overtaken
             self.queues[p].remove(reservation)
             self._unqueue(p, reservation)
             reservation.prefill_start_s = at_s - reservation.predicted_s
             self._stream(reservation, 1)
-        reservation.stage = Stage.TRANSFER
+        reservation.stage = TRANSFER
         reservation.prefill_end_s = at_s
         if math.isnan(reservation.prefill_s):
             reservation.prefill_s = at_s - reservation.prefill_start_s
@@ -531,9 +542,9 @@ class LiveState:
 
     def kv_ready(self, reservation: Reservation) -> None:
         """All of its KV is on the decode instance, where it waits for the next iteration."""
-        if reservation.stage != Stage.TRANSFER:
+        if reservation.stage != TRANSFER:
             return
-        reservation.stage = Stage.WAITING
+        reservation.stage = WAITING
         self._kernels.land(
             self._at, reservation.prefill, reservation.decode, reservation.input_tokens, reservation.predicted_s
         )
@@ -547,12 +558,13 @@ class LiveState:
 
         None reckons the stall from the size of their KV.
         """
-        joiners = [r for r in dict.fromkeys(reservations) if r.stage < Stage.DECODE]  # each once, if told twice
+        joiners = [r for r in dict.fromkeys(reservations) if r.stage < DECODE]  # each once, if told twice
         if not joiners:
             return
         tokens = 0
         for reservation in joiners:
-            self.prefill_done(reservation, at_s)
+            if reservation.stage <= PREFILL:
+                self.prefill_done(reservation, at_s)
             self.kv_ready(reservation)
             tokens += reservation.input_tokens
         stall_s, batch, kv_tokens, expected_s = self._kernels.join(
@@ -560,7 +572,7 @@ class LiveState:
         )
         join_s = at_s + stall_s
         for reservation in joiners:
-            reservation.stage = Stage.DECODE
+            reservation.stage = DECODE
             reservation.join_s = join_s
             reservation.batch, reservation.kv_tokens = batch, kv_tokens
             self._start_s[reservation.flight] = join_s
@@ -580,9 +592,10 @@ class LiveState:
         """Its last token is out. What is not known (0, NaN) is left out of the moving means."""
         if not math.isnan(ttft_s):
             reservation.ttft_s = ttft_s
-        if reservation.stage < Stage.DECODE and output_tokens != 1:
+        if reservation.stage < DECODE and output_tokens != 1:
             self.joined([reservation], at_s)
-        self.prefill_done(reservation, at_s)
+        if reservation.stage <= PREFILL:
+            self.prefill_done(reservation, at_s)
         reservation.tbt_s = tbt_s
         reservation.output_tokens = output_tokens
         if math.isnan(decode_s) and reservation.reported:
@@ -590,29 +603,29 @@ class LiveState:
         reservation.decode_s = decode_s
         good = reservation.ttft_s <= reservation.ttft_slo_s and not tbt_s > reservation.tbt_slo_s
         batch, kv_tokens = self._kernels.finish(self._at, reservation.decode, at_s, output_tokens, decode_s, good)
-        if reservation.stage == Stage.DECODE:
+        if reservation.stage == DECODE:
             reservation.batch = (reservation.batch + batch) / 2
             reservation.kv_tokens = (reservation.kv_tokens + kv_tokens) / 2
         self.end(reservation, "finished", at_s)
 
     def end(self, reservation: Reservation, how: str, at_s: float | None = None) -> None:
         """The reservation is no more, at whatever stage; everything it took is given back."""
-        if reservation.stage == Stage.GONE:
+        if reservation.stage == GONE:
             return
         p, stage = reservation.prefill, reservation.stage
         at_s = float(self._now_s[0]) if at_s is None else at_s
-        if stage == Stage.QUEUED:
+        if stage == QUEUED:
             self.queues[p].remove(reservation)
             self._unqueue(p, reservation)
-        if stage == Stage.PREFILL and self.running[p] is reservation:
+        if stage == PREFILL and self.running[p] is reservation:
             self.running[p] = None
             self.prefill["running"][p] = 0
             if self.queues[p]:
                 self._begin(p, at_s)
-        if stage <= Stage.PREFILL:
+        if stage <= PREFILL:
             self.fetch_landed(reservation)
             self.index.unexpect(p, reservation.blocks)
-        if stage == Stage.PREFILL or stage == Stage.TRANSFER:
+        if stage in (PREFILL, TRANSFER):
             self._stream(reservation, -1)
         last = self.flying.pop()
         slot = reservation.flight
@@ -635,20 +648,20 @@ class LiveState:
             self.clock["rejected_at_decode"] += 1
             if not math.isnan(reservation.prefill_s):
                 self.clock["wasted_prefill_s"] += reservation.prefill_s
-        reservation.stage = Stage.GONE
+        reservation.stage = GONE
         reservation.end = how
         del self.reservations[reservation.request_id]
         self.on_end(reservation)
         reservation.hashes, reservation.blocks = NO_HASHES, NO_BLOCKS  # its lease may keep it in `_steps` for long
         if len(self._steps) > 8 * len(self.flying) + 1024:  # those in flight have up to four
-            self._steps = [step for step in self._steps if step[2].stage != Stage.GONE]
-            heapq.heapify(self._steps)
+            self._steps[:] = [step for step in self._steps if step[2].stage != GONE]
+            heapify(self._steps)
 
     def move(self, reservation: Reservation, d: int) -> None:
         """It is on another decode instance than was decided."""
-        if reservation.stage >= Stage.WAITING or d == reservation.decode:
+        if reservation.stage >= WAITING or d == reservation.decode:
             return
-        streaming = reservation.stage > Stage.QUEUED
+        streaming = reservation.stage > QUEUED
         if streaming:
             self._stream(reservation, -1)
         for instance, sign in ((reservation.decode, -1), (d, 1)):
@@ -665,9 +678,10 @@ class LiveState:
 
     def advance(self, now_s: float) -> None:
         """Everything that is due by now: predicted steps of what nobody reports, and leases that end."""
-        while self._steps and self._steps[0][0] <= now_s:
-            due_s, _, reservation = heapq.heappop(self._steps)
-            if reservation.stage == Stage.GONE:
+        steps = self._steps
+        while steps and steps[0][0] <= now_s:
+            due_s, _, reservation = heappop(steps)
+            if reservation.stage == GONE:
                 continue
             if due_s == reservation.due_s:
                 reservation.due_s = math.inf
@@ -686,7 +700,7 @@ class LiveState:
     def _step(self, reservation: Reservation, at_s: float) -> None:
         """The step that was predicted for it."""
         p = reservation.prefill
-        if reservation.stage == Stage.PREFILL and self.pipelined[p] and self.running[p] is reservation:
+        if reservation.stage == PREFILL and self.pipelined[p] and self.running[p] is reservation:
             if reservation.reported and reservation.fetching:
                 return  # held up, nobody knows for how long
             end_s = float(self.prefill["running_end_s"][p])
@@ -696,21 +710,23 @@ class LiveState:
                 self._leave_first_stage(reservation, at_s)
         elif reservation.reported:
             return  # has taken it already, or will
-        elif reservation.stage == Stage.PREFILL:
+        elif reservation.stage == PREFILL:
             self.prefill_done(reservation, at_s)
-        elif reservation.stage == Stage.TRANSFER:
+        elif reservation.stage == TRANSFER:
             self.joined([reservation], at_s)
-        elif reservation.stage == Stage.DECODE:
+        elif reservation.stage == DECODE:
             self.finished(reservation, at_s)
 
     def _step_at(self, reservation: Reservation, due_s: float) -> None:
         """Its next step; where nobody reports, and so renews its lease, no later than that ends."""
         reservation.due_s = due_s
-        self._schedule(reservation, due_s if reservation.reported else min(due_s, reservation.expires_s))
+        if not reservation.reported and reservation.expires_s < due_s:
+            due_s = reservation.expires_s
+        self._schedule(reservation, due_s)
 
     def _schedule(self, reservation: Reservation, due_s: float) -> None:
         self._steps_made += 1
-        heapq.heappush(self._steps, (due_s, self._steps_made, reservation))
+        heappush(self._steps, (due_s, self._steps_made, reservation))
 
     # --- what an engine says -----------------------------------------------------------------------------------------
 
@@ -721,7 +737,7 @@ class LiveState:
         if p is not None:
             ours = len(self.queues[p]) + (self.running[p] is not None)
             if self.pipelined[p]:
-                drain = (r.prefill == p and r.stage == Stage.PREFILL and r is not self.running[p] for r in self.flying)
+                drain = (r.prefill == p and r.stage == PREFILL and r is not self.running[p] for r in self.flying)
                 ours += sum(drain)
             old = self.external_prefill[p]
             if d is not None:  # coupled: what decodes is running too

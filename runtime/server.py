@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 TEXT_BYTES_PER_TOKEN = 4
 SNAPSHOT_CHUNK = 1 << 20
 LONGEST_S = 1e9  # of a time that is reported
+UNREADABLE = "the message cannot be read: it is not protobuf of its type"
 STAGES = ("", "prefill", "transfer", "decode", "recheck", "client")
 _SECONDS = {
     "prefill_started": ("expected_end_s",),
@@ -235,6 +236,7 @@ def explanation_of(explained: Explained) -> pb.Explanation:
     )
 
 
+_EOF: Any = getattr(grpc.aio, "EOF")  # noqa: B009  (its stubs have none)
 _UNREADABLE: Any = object()
 
 
@@ -265,7 +267,7 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
 
 
 async def _refuse_unreadable(context: Any) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the message cannot be read: it is not protobuf of its type")
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
 
 
 def _called_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -332,16 +334,32 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
             raise
 
-    async def ScheduleStream(
-        self, request_iterator: AsyncIterator[pb.ScheduleRequest], context: Any
-    ) -> AsyncIterator[pb.ScheduleResponse]:
-        async for request in request_iterator:
-            if request is _UNREADABLE:
-                await _refuse_unreadable(context)
-            try:
-                yield self._schedule(request, context)
-            except RequestError as error:
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{request.request_id}: {error}")
+    async def ScheduleStream(self, request_iterator: Any, context: Any) -> None:
+        """Decide in order. While a request is decided, the next one comes in and the answer before it goes out: each
+        of the two takes a turn through gRPC's threads, which is no shorter than a decision.
+        """
+        reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
+        writing: asyncio.Future[Any] | None = None
+        try:
+            while (asked := await reading) is not _EOF:
+                reading = asyncio.ensure_future(context.read())
+                await asyncio.sleep(0)  # now gRPC has been asked for it
+                answer, refusal = None, ""
+                try:
+                    answer = None if asked is _UNREADABLE else self._schedule(asked, context)
+                except RequestError as error:
+                    refusal = f"{asked.request_id}: {error}"
+                if writing is not None:
+                    await writing
+                if answer is None:
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal or UNREADABLE)
+                writing = asyncio.ensure_future(context.write(answer))
+            if writing is not None:
+                await writing
+        finally:  # with the call they end, too, and how is of no interest
+            for left in (reading, writing):
+                if left is not None:
+                    left.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
         conductor = self.conductor

@@ -14,6 +14,7 @@ MOST_TOKEN_ID = (1 << 32) - 1
 _MASK = np.uint64((1 << 64) - 1)
 _EACH = np.uint64(0x0101010101010101)  # times a byte: that byte in each
 _HIGH = _EACH * np.uint64(0x80)
+_LONG = 1024  # bytes of an array that is worth reading in two places
 _SPACE, _QUOTE, _COMMA, _ZERO, _NINE, _OPEN, _CLOSE = 0x20, 0x22, 0x2C, 0x30, 0x39, 0x5B, 0x5D
 
 
@@ -42,6 +43,58 @@ def _value_of(word, digits):
     v = ((v * np.uint64(10 * (1 << 8) + 1)) >> np.uint64(8)) & np.uint64(0x00FF00FF00FF00FF)
     v = ((v * np.uint64(100 * (1 << 16) + 1)) >> np.uint64(16)) & np.uint64(0x0000FFFF0000FFFF)
     return (v * np.uint64(10000 * (1 << 32) + 1)) >> np.uint64(32)
+
+
+@compiled
+def _element(data, i, most):
+    """An element of up to six digits with its comma and a space, which are in one word: its value and the byte after.
+    That is `i` itself where there is something else. The 8 bytes must be there."""
+    word = load64(data + i)
+    digits = _digits_ahead(word)
+    if 0 < digits < 7 and (digits == 1 or np.int64(word & np.uint64(0xFF)) != _ZERO):
+        value = _value_of(word, digits)
+        after = np.int64((word >> np.uint64(8 * digits)) & np.uint64(0xFFFF))
+        if after & 0xFF == _COMMA and value <= most:
+            return np.int64(value), i + digits + (2 if after >> 8 == _SPACE else 1)
+    return np.int64(0), i
+
+
+@compiled
+def _in_two_places(data, i, size, most, out):
+    """`_element`s from byte i on, read from there and from the middle at once, as where each begins is known only once
+    the one before it is read; how many, and the byte after. `out` uint32 has room for as many as there can be."""
+    middle = i + (size - i) // 2
+    while middle < size and np.int64(load8(data + middle)) != _COMMA:
+        middle += 1
+    middle += 1
+    if middle < size and np.int64(load8(data + middle)) == _SPACE:
+        middle += 1
+    apart = (middle - i) // 2  # an element has two bytes at least
+    first = second = 0
+    j = middle
+    while i < middle and j + 8 <= size:
+        value, after = _element(data, i, most)
+        other, behind = _element(data, j, most)
+        if after == i or behind == j:
+            break
+        out[first] = value
+        out[apart + second] = other
+        first += 1
+        second += 1
+        i = after
+        j = behind
+    while i < middle and i + 8 <= size:
+        value, after = _element(data, i, most)
+        if after == i:
+            break
+        out[first] = value
+        first += 1
+        i = after
+    if i != middle:  # the array is over, or there is something else, before the other place
+        return first, i
+    for k in range(second):
+        out[first + k] = out[apart + k]
+    return first + second, j
 
 
 @compiled
@@ -78,44 +131,41 @@ def _scan(data, size, limit, quoted, out, room):
     if i < size and np.int64(load8(data + i)) == _CLOSE:
         return 0, i + 1
     count = 0
+    if narrow and size - i > _LONG and room >= (size - i) // 2:
+        count, i = _in_two_places(data, i, size, most, halves)
     while i < size and count < room:
-        if i + 8 <= size:  # an element of up to six digits, its comma and a space are in one word
-            word = load64(data + i)
-            digits = _digits_ahead(word)
-            first = np.int64(word & np.uint64(0xFF))
-            if 0 < digits < 7 and (digits == 1 or first != _ZERO):
-                value = _value_of(word, digits)
-                after = np.int64((word >> np.uint64(8 * digits)) & np.uint64(0xFFFF))
-                if after & 0xFF == _COMMA and value <= most:
-                    if narrow:
-                        halves[count] = np.int64(value)
-                    else:
-                        words[count] = value
-                    count += 1
-                    i += digits + (2 if after >> 8 == _SPACE else 1)
-                    continue
+        if i + 8 <= size:
+            value, after = _element(data, i, most)
+            if after > i:
+                if narrow:
+                    halves[count] = value
+                else:
+                    words[count] = np.uint64(value)
+                count += 1
+                i = after
+                continue
         i = _past_space(data, i, size)
         in_quotes = quoted != 0 and np.int64(load8(data + i)) == _QUOTE
         if in_quotes:
             i += 1
         start = i
-        value = np.uint64(0)
+        number = np.uint64(0)
         if i + 8 <= size:
             word = load64(data + i)
             digits = _digits_ahead(word)
             if digits > 0:
-                value = _value_of(word, digits)
+                number = _value_of(word, digits)
                 i += digits
         while i < size:
             byte = np.int64(load8(data + i))
             if byte < _ZERO or byte > _NINE:
                 break
             digit = np.uint64(byte - _ZERO)
-            if i - start >= 19 and (value > top or (value == top and digit > rest)):  # would not fit 64 bits
+            if i - start >= 19 and (number > top or (number == top and digit > rest)):  # would not fit 64 bits
                 return -1 - count, i
-            value = value * ten + digit
+            number = number * ten + digit
             i += 1
-        if i == start or value > most:
+        if i == start or number > most:
             return -1 - count, i
         if i - start > 1 and not in_quotes and np.int64(load8(data + start)) == _ZERO:  # no number of JSON
             return -1 - count, i
@@ -124,9 +174,9 @@ def _scan(data, size, limit, quoted, out, room):
                 return -1 - count, i
             i += 1
         if narrow:
-            halves[count] = np.int64(value)
+            halves[count] = np.int64(number)
         else:
-            words[count] = value
+            words[count] = number
         i = _past_space(data, i, size)
         if i >= size:
             return -1 - count, i

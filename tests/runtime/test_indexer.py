@@ -665,8 +665,8 @@ def test_matches_and_counts_against_a_plain_reading():
             assert counts[g] == has.any(axis=0)[groups == g].any(axis=0).sum()
 
 
-def scanned(raw: bytes, most: int, quoted: bool) -> list[int] | int:
-    room = raw.count(b",") + 1
+def scanned(raw: bytes, most: int, quoted: bool, room: int = 0) -> list[int] | int:
+    room = room or raw.count(b",") + 1
     words = np.empty(room, np.uint32 if most < 1 << 32 else np.uint64)
     data = np.frombuffer(raw or b" ", np.uint8)
     count = scan_integers(address(data), len(raw), signed(most), int(quoted), address(words), room)
@@ -692,6 +692,28 @@ def test_integers_of_json_arrays():
         assert scanned(raw, 255, False) == NO_ARRAY
     assert scanned(b"[0, 10, 007]", 255, False) == -3
     assert scanned(b'[0, "007"]', 255, True) == [0, 7]
+
+
+def test_long_json_arrays_are_read_in_two_places():
+    """Of which the second may be beyond the array, or beyond what is wrong with it."""
+    rng = random.Random(4)
+    most = (1 << 32) - 1
+    for _ in range(300):
+        digits = rng.choice([1, 5, 6, 7, 10])
+        numbers = [rng.randrange(min(10**digits, most)) for _ in range(rng.randrange(200, 800))]
+        given = rng.choice([",", ", "]).join(map(str, numbers))
+        if rng.random() < 0.5:  # spaces of all kinds
+            given = "".join(f"{n}{rng.choice([',', ', ', ' ,', ',  '])}" for n in numbers).rstrip(", ")
+        after = rng.choice(["", "", ', "text": "' + ", ".join(["12345"] * rng.randrange(1000)) + '"'])
+        raw = f"[{given}]{after}".encode()
+        room = len(raw) // 2
+        assert scanned(raw, most, False, room) == numbers
+        where = rng.randrange(len(numbers))
+        for bad in ("-1", "1.5", "007", "", "x", '"1"', str(1 << 32), "1 2"):
+            wrong = ", ".join([*map(str, numbers[:where]), bad, *map(str, numbers[where:])])
+            assert scanned(f"[{wrong}]{after}".encode(), most, False, room + 20) == -1 - where, bad
+        cut = raw[: rng.randrange(len(given))]
+        assert scanned(cut, most, False, room) < 0
 
 
 # --- the whole way ---------------------------------------------------------------------------------------------------

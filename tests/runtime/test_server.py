@@ -181,10 +181,35 @@ def test_a_stream_is_answered_in_order(sidecar):
     assert [answer.request_id for answer in answers] == names
     stub.Report(pb.ReportRequest(events=[pb.Event(request_id=n, failed=pb.Failed(stage="client")) for n in names]))
     assert in_flight(stub) == 0
-    failed = stub.ScheduleStream(iter([asked("good", dry_run=True), asked("bad", lease_s=-1.0), asked("never")]))
-    assert next(failed).request_id == "good"
-    with pytest.raises(grpc.RpcError, match="bad: lease_s"):
-        next(failed)
+
+
+@pytest.mark.parametrize("bad", [asked("bad", lease_s=-1.0).SerializeToString(), b"\xff\xff"])
+def test_what_came_before_a_bad_message_is_answered(sidecar, bad):
+    with sidecar.channel() as channel:
+        call = channel.stream_stream("/conductor.v1.Conductor/ScheduleStream", None, pb.ScheduleResponse.FromString)
+        names = [f"good{i}" for i in range(50)]
+        given = [asked(name, dry_run=True).SerializeToString() for name in [*names, "never"]]
+        answers = call(iter([*given[:-1], bad, given[-1]]))
+        assert [next(answers).request_id for _ in names] == names
+        with pytest.raises(grpc.RpcError) as caught:
+            next(answers)
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert caught.value.details().startswith(("bad: lease_s", "the message cannot be read"))
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_a_stream_that_is_cut_leaves_nothing(sidecar, end):
+    said = len(sidecar.log)
+    with sidecar.channel() as channel:
+        answers = conductor_pb2_grpc.ConductorStub(channel).ScheduleStream(asked(lease_s=0.5) for _ in range(200))
+        next(answers)
+        if end == "cancel":
+            answers.cancel()
+    stub = sidecar.stub()
+    assert eventually(lambda: in_flight(stub) == 0)
+    assert [
+        line for line in sidecar.log[said:] if "ERROR" in line or "Traceback" in line or "never retrieved" in line
+    ] == []
 
 
 @pytest.mark.parametrize(
