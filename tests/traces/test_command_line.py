@@ -230,7 +230,6 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in errors
 
 
-@pytest.mark.skipif(os.name == "nt", reason="POSIX signals")
 def wait_until(true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + 120
     while not true() and time.monotonic() < end_s:
