@@ -1172,9 +1172,7 @@ def cell_options(made: argparse.ArgumentParser) -> None:
     add("--cells", metavar="GLOB", help="of a suite, only the cells of these names, such as '*-1.5x'")
     add("--part", action="append", type=_names, metavar="|".join(PARTS),
         help="part of the trace, cut by time 60/20/20 (default test)")  # fmt: skip
-    add(
-        "--cluster", action="append", type=_names, metavar="NAME", help=f"default {DEFAULT_CLUSTER}"
-    )
+    add("--cluster", action="append", type=_names, metavar="NAME", help=f"default {DEFAULT_CLUSTER}")
     add("--load", action="append", type=_factors, metavar="X",
         help="arrival speed, times the trace's own (default 1; without --trace, several)")  # fmt: skip
     add("--capacity", action="append", type=_factors, metavar="X",

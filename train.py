@@ -249,9 +249,7 @@ def options_from_mapping(given: Any, base: Options, where: str) -> Options:
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(map(str, first["loc"]))
-        raise UsageError(
-            f"{where}: option {name!r}: {first['msg']}, found {first['input']!r}"
-        ) from None
+        raise UsageError(f"{where}: option {name!r}: {first['msg']}, found {first['input']!r}") from None
 
 
 def parse_range(option: str, text: str) -> tuple[float, float]:
@@ -260,11 +258,7 @@ def parse_range(option: str, text: str) -> tuple[float, float]:
         numbers = [float(number) for number in text.split(",")]
     except ValueError:
         numbers = []
-    if (
-        len(numbers) not in (1, 2)
-        or not all(0 < x < float("inf") for x in numbers)
-        or numbers[0] > numbers[-1]
-    ):
+    if len(numbers) not in (1, 2) or not all(0 < x < float("inf") for x in numbers) or numbers[0] > numbers[-1]:
         raise UsageError(f"--{option} {text!r}: expected X or LOW,HIGH with 0 < LOW <= HIGH")
     return numbers[0], numbers[-1]
 
@@ -281,26 +275,18 @@ def check(options: Options) -> None:
     choices["learn"] = ("routing", "admission", "both")
     for name, allowed in choices.items():
         if getattr(options, name) not in allowed:
-            raise UsageError(
-                f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}"
-            )
+            raise UsageError(f"--{name} {getattr(options, name)!r}: expected one of {', '.join(allowed)}")
     whole = "steps envs episode_requests checkpoint_every eval_every eval_requests epochs"
     whole += " minibatch n_steps hidden states horizon fit_epochs generations windows group"
     for name in (*whole.split(), "lr", "clip", "fit_lr", "temperature"):
         if not 0 < getattr(options, name) < float("inf"):
-            raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0")
     for name in ("gamma", "gae_lambda"):
         if not 0 < getattr(options, name) <= 1:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be above 0, at most 1")
     for name in ("ent", "target_kl", "seed", "env_runners", "horizon_s", "anchor_kl", "widen", "rounds"):
         if not 0 <= getattr(options, name) < 2**32:
-            raise UsageError(
-                f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more"
-            )
+            raise UsageError(f"--{name.replace('_', '-')} {getattr(options, name)}: must be 0 or more")
     parse_range("load", options.load)
     if options.capacity:
         parse_range("capacity", options.capacity)
@@ -339,9 +325,7 @@ def parse(arguments: list[str]) -> Options:
     check(options)
     options = replace(options, base=options.base or ALGORITHMS[options.algo].base)
     if options.resume and options.hidden != base.hidden:
-        raise UsageError(
-            f"--hidden {options.hidden}: the run in {options.resume} has {base.hidden}"
-        )
+        raise UsageError(f"--hidden {options.hidden}: the run in {options.resume} has {base.hidden}")
     return options
 
 
@@ -366,9 +350,7 @@ def make_folder(options: Options) -> Path:
     try:
         if not options.resume and folder.is_dir() and any(folder.iterdir()):
             if not options.overwrite:
-                raise UsageError(
-                    f"--out {folder} is not empty: give --resume {folder} or --overwrite"
-                )
+                raise UsageError(f"--out {folder} is not empty: give --resume {folder} or --overwrite")
             if not (folder / "config.yaml").is_file():
                 raise UsageError(f"--out {folder} is not empty and no run folder: it is left alone")
             shutil.rmtree(folder)
@@ -394,11 +376,7 @@ def write_config(options: Options, folder: Path, spec: Any, workloads: list[Any]
     config = {
         "format": run_folder.FORMAT,
         "algo": options.algo,
-        "options": {
-            k: v
-            for k, v in asdict(options).items()
-            if k not in ("config", "resume", "out", "overwrite")
-        },
+        "options": {k: v for k, v in asdict(options).items() if k not in ("config", "resume", "out", "overwrite")},
         "recheck": spec.decode_recheck,
         "network": None if anchored is None else network,
         "observation": run_folder.observation_schema(),

@@ -96,13 +96,9 @@ def check_schema(file: Path, stored: Any) -> None:
                 )
                 if names
             )
-            raise PolicyError(
-                f"{file}: trained on another observation: table {table!r}: {difference}; "
-                "train it anew"
-            )
+            raise PolicyError(f"{file}: trained on another observation: table {table!r}: {difference}; train it anew")
     raise PolicyError(
-        f"{file}: the observation's sha256 is {stored['sha256']!r}, expected {ours['sha256']!r} "
-        "for these columns"
+        f"{file}: the observation's sha256 is {stored['sha256']!r}, expected {ours['sha256']!r} for these columns"
     )
 
 
@@ -128,10 +124,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not isinstance(network, dict) or network.get("kind") != NETWORK:
         raise PolicyError(f"{file}: expected network.kind {NETWORK!r}, found {network!r}")
     if not isinstance(network.get("hidden"), int) or network["hidden"] < 1:
-        raise PolicyError(
-            f"{file}: network.hidden must be a whole number above 0, "
-            f"found {network.get('hidden')!r}"
-        )
+        raise PolicyError(f"{file}: network.hidden must be a whole number above 0, found {network.get('hidden')!r}")
     if not isinstance(network.get("anchored"), bool):
         raise PolicyError(f"{file}: network.anchored must be true or false, found {network.get('anchored')!r}")
     check_schema(file, config.get("observation"))
@@ -237,24 +230,18 @@ def load_weights(file: Path, network: Mapping[str, Any]) -> SetScorer:
 
         from .networks import SetScorer
     except ImportError as error:
-        raise PolicyError(
-            f"a run folder needs {error.name}: pip install 'conductor-gym[train]'"
-        ) from None
+        raise PolicyError(f"a run folder needs {error.name}: pip install 'conductor-gym[train]'") from None
     hidden = network["hidden"]
     scorer = SetScorer(hidden, network["anchored"])
     try:
         with zipfile.ZipFile(file) as archive, archive.open("policy.pth") as weights:
             saved = torch.load(weights, map_location="cpu", weights_only=True)
-        scorer.load_state_dict(
-            {name.removeprefix(WEIGHTS): w for name, w in saved.items() if name.startswith(WEIGHTS)}
-        )
+        scorer.load_state_dict({name.removeprefix(WEIGHTS): w for name, w in saved.items() if name.startswith(WEIGHTS)})
     except FileNotFoundError:
         raise PolicyError(f"{file}: no such file") from None
     except UNREADABLE as error:
         reason = " ".join(str(error).split())
-        raise PolicyError(
-            f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}"
-        ) from None
+        raise PolicyError(f"{file}: expected weights of {NETWORK} with {hidden} hidden units: {reason}") from None
     return scorer.eval()
 
 
@@ -290,9 +277,7 @@ def load_run(path: Path) -> Policy:
     if not file.is_file():
         last = last_checkpoint(path)
         if last is None:
-            raise PolicyError(
-                f"{path} has neither best.zip nor a checkpoint: the training saved nothing"
-            )
+            raise PolicyError(f"{path} has neither best.zip nor a checkpoint: the training saved nothing")
         print(f"{path}: no best.zip, taking the last checkpoint {last.name}", file=sys.stderr)
         file = last
     from .registry import compiled_policy

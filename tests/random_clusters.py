@@ -10,9 +10,7 @@ from typing import Any
 
 from tests.reference_simulator import SOURCES, Request
 
-Case = tuple[
-    dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[Request], random.Random
-]
+Case = tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[Request], random.Random]
 
 
 def random_case(seed: int) -> Case:
@@ -39,9 +37,7 @@ def random_case(seed: int) -> Case:
     return cluster, prefill, decode, requests, random.Random(rng.random())
 
 
-def random_decision(
-    rng: random.Random, prefill_count: int, decode_count: int
-) -> tuple[int, int, str] | None:
+def random_decision(rng: random.Random, prefill_count: int, decode_count: int) -> tuple[int, int, str] | None:
     """A decision blind to the state: fetches, hits, misses and a few rejections."""
     if rng.random() < 0.04:
         return None
@@ -113,9 +109,7 @@ def _unchained(rng: random.Random, requests: list[Request]) -> list[Request]:
     if rng.random() > 0.12:
         return requests
     pool = range(rng.choice((16, 30, 60)))
-    return [
-        Request(r.arrival_s, r.input_tokens, r.output_tokens, rng.sample(pool, len(r.blocks))) for r in requests
-    ]
+    return [Request(r.arrival_s, r.input_tokens, r.output_tokens, rng.sample(pool, len(r.blocks))) for r in requests]
 
 
 def _requests(rng: random.Random, block_tokens: int, tight: bool) -> list[Request]:
@@ -133,9 +127,7 @@ def _requests(rng: random.Random, block_tokens: int, tight: bool) -> list[Reques
             t += rng.expovariate(1.0 / gap_s)
         blocks: list[int] = []
         if chains and rng.random() < (0.9 if tight else 0.75):
-            parent = rng.choice(
-                chains[:roots] if rng.random() < (0.8 if tight else 0.5) else chains
-            )
+            parent = rng.choice(chains[:roots] if rng.random() < (0.8 if tight else 0.5) else chains)
             whole = rng.random() < 0.6  # a longer request of the same session, or a fork
             blocks = parent[: len(parent) if whole else rng.randint(1, len(parent))]
         new = rng.randint(0 if blocks else 1, 6)

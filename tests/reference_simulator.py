@@ -386,10 +386,7 @@ class ReferenceCluster:
             "device_tokens": [self._reuse(n, view.device_k) for view in views],
             "local_tokens": [self._reuse(n, view.local_k) for view in views],
             "fetch_tokens": [
-                self._reuse(n, view.holder_k) - self._reuse(n, view.local_k)
-                if view.has_fetch
-                else 0
-                for view in views
+                self._reuse(n, view.holder_k) - self._reuse(n, view.local_k) if view.has_fetch else 0 for view in views
             ],
             "fetch_s": [view.fetch_s for view in views],
             "ttft_local_s": [view.ttft_local_s for view in views],
@@ -398,12 +395,10 @@ class ReferenceCluster:
             "tx_used_share": [self._used_share(("tx", p)) for p in range(len(self.prefill))],
             "rx_used_share": [self._used_share(("rx", p)) for p in range(len(self.prefill))],
             "host_used_share": [
-                len(node.places()) / node.x["host_blocks"] if node.x["host_blocks"] else 0.0
-                for node in self.prefill
+                len(node.places()) / node.x["host_blocks"] if node.x["host_blocks"] else 0.0 for node in self.prefill
             ],
             "device_used_share": [
-                len(node.device) / node.x["device_blocks"] if node.x["device_blocks"] else 0.0
-                for node in self.prefill
+                len(node.device) / node.x["device_blocks"] if node.x["device_blocks"] else 0.0 for node in self.prefill
             ],
         }
         t_join = t + min(min(view.ttft_local_s, view.ttft_fetch_s) for view in views)
@@ -488,9 +483,7 @@ class ReferenceCluster:
         if job.source == "recompute":
             job.predicted_duration_s = self._duration(p, n, 0, 0, 0)
         else:
-            job.predicted_duration_s = self._duration(
-                p, n, job.hit, max(0, job.hit - view.device_k), view.disk_k
-            )
+            job.predicted_duration_s = self._duration(p, n, job.hit, max(0, job.hit - view.device_k), view.disk_k)
         node.drain_s = self._drain_ahead(p, n, self._reuse(n, job.hit))
         node.queue.append(job)
         # Step 4. The pending requests of d are those in flight that have not joined.
@@ -1016,9 +1009,7 @@ class ReferenceCluster:
         outcome = self.outcomes[job.index]
         good = outcome["ttft_s"] <= self.x["ttft_slo_s"] and tbt <= self.x["tbt_slo_s"]
         self.seen["good" if good else "violated"] += 1
-        outcome.update(
-            status="completed", good=good, tbt_s=tbt, tbt_mean_s=tbt_mean, finish_s=self.now
-        )
+        outcome.update(status="completed", good=good, tbt_s=tbt, tbt_mean_s=tbt_mean, finish_s=self.now)
 
     # ------------------------------------------------------------------ predictions
 
@@ -1138,9 +1129,7 @@ class ReferenceCluster:
             assert job.context == job.n + len(job.intervals)
 
 
-def max_min_rates(
-    flows: Sequence[tuple[Nic, Nic, float]], bandwidth: Mapping[Nic, float]
-) -> list[float]:
+def max_min_rates(flows: Sequence[tuple[Nic, Nic, float]], bandwidth: Mapping[Nic, float]) -> list[float]:
     """Progressive filling. Each flow is (sender, receiver, cap).
 
     All rates rise together from 0. A flow stops at its cap, or when one of its NICs is full.
@@ -1179,9 +1168,7 @@ def _leading(blocks: Sequence[int], present: Collection[int]) -> int:
     return k
 
 
-def _copy(
-    parameters: Mapping[str, Any], integers: Sequence[str], numbers: Sequence[str]
-) -> dict[str, Any]:
+def _copy(parameters: Mapping[str, Any], integers: Sequence[str], numbers: Sequence[str]) -> dict[str, Any]:
     """The named parameters as plain numbers; reads `parameters[name]` only."""
     copied: dict[str, Any] = {name: int(parameters[name]) for name in integers}
     copied.update({name: float(parameters[name]) for name in numbers})

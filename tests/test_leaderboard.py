@@ -111,9 +111,7 @@ def figures(row: dict[str, Any]) -> dict[str, Any]:
 
 def run_cli(*given: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(ROOT / "leaderboard.py"), *given]
-    return subprocess.run(
-        command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False
-    )
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=300, check=False)
 
 
 # --- the real trace --------------------------------------------------------------------------------
@@ -313,9 +311,7 @@ def test_a_suite_compares_the_first_policy_cell_by_cell(suite_file: str, capsys:
     assert {row["offered"] for row in found["rows"] if row["cell"].startswith("small")} == {380}
 
     def mean_difference(of_cells: list[str], baseline: str) -> float:
-        return float(
-            np.mean([rows[cell, "random"]["goodput"] - rows[cell, baseline]["goodput"] for cell in of_cells])
-        )
+        return float(np.mean([rows[cell, "random"]["goodput"] - rows[cell, baseline]["goodput"] for cell in of_cells]))
 
     for key, of_cells in (("paired", names), ("paired_saturated", names[1:])):
         paired = found[key]
@@ -440,9 +436,7 @@ def test_heavy_libraries_are_not_loaded() -> None:
         "print([m for m in ('torch', 'ray', 'stable_baselines3', 'matplotlib') if m in sys.modules])"
     )
     command = [sys.executable, "-c", script]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.strip() == "[]", done.stderr
 
 
@@ -467,9 +461,7 @@ class Scribbler:
     ],
 )
 def test_more_bad_input(arguments: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "leaderboard.py", *arguments], cwd=ROOT, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "leaderboard.py", *arguments], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr

@@ -635,22 +635,16 @@ def test_max_min_rates_are_max_min(data: st.DataObject) -> None:
     nics = [(side, i) for side in ("tx", "rx") for i in range(3)]
     positive = st.floats(0.1, 100.0)
     bandwidth = {nic: data.draw(positive) for nic in nics}
-    flow = st.tuples(
-        st.sampled_from(nics[:3]), st.sampled_from(nics[3:]), st.just(INFINITY) | positive
-    )
+    flow = st.tuples(st.sampled_from(nics[:3]), st.sampled_from(nics[3:]), st.just(INFINITY) | positive)
     flows = data.draw(st.lists(flow, max_size=8))
     rates = max_min_rates(flows, bandwidth)
-    through = {
-        nic: [rate for rate, flow in zip(rates, flows, strict=True) if nic in flow[:2]]
-        for nic in nics
-    }
+    through = {nic: [rate for rate, flow in zip(rates, flows, strict=True) if nic in flow[:2]] for nic in nics}
     for nic, shares in through.items():
         assert sum(shares) <= bandwidth[nic] * (1 + 1e-9)
     for rate, (sender, receiver, cap) in zip(rates, flows, strict=True):
         assert rate <= cap
         full_where_largest = any(
-            sum(through[nic]) >= bandwidth[nic] * (1 - 1e-9)
-            and rate >= max(through[nic]) * (1 - 1e-9)
+            sum(through[nic]) >= bandwidth[nic] * (1 - 1e-9) and rate >= max(through[nic]) * (1 - 1e-9)
             for nic in (sender, receiver)
         )
         assert rate == cap or full_where_largest
@@ -878,9 +872,7 @@ def test_structured_records_work_as_well_as_dictionaries() -> None:
         return np.array([tuple(parameters.values())], dtype=dtype)[0]
 
     cluster, prefill, decode, requests, rng = random_case(7)
-    simulator = ReferenceCluster(
-        record(cluster), [record(x) for x in prefill], [record(x) for x in decode], requests
-    )
+    simulator = ReferenceCluster(record(cluster), [record(x) for x in prefill], [record(x) for x in decode], requests)
     while simulator.advance_to_next_arrival():
         simulator.decide(random_decision(rng, len(prefill), len(decode)))
     simulator.drain()

@@ -92,11 +92,7 @@ def test_ctrl_c_leaves_a_run_that_loads_and_resumes(tmp_path: Path) -> None:
         text=True,
     )
     deadline_s = time.monotonic() + 300
-    while (
-        not (out / "best.zip").is_file()
-        and process.poll() is None
-        and time.monotonic() < deadline_s
-    ):
+    while not (out / "best.zip").is_file() and process.poll() is None and time.monotonic() < deadline_s:
         time.sleep(0.1)
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
@@ -203,6 +199,5 @@ def test_missing_torch_is_one_line(tmp_path: Path) -> None:
     shown = run_without_torch(tmp_path)
     assert shown.returncode == 2
     assert shown.stderr == (
-        "train.py: error: --algo ppo needs torch, which is not installed: "
-        "pip install 'conductor-gym[train]'\n"
+        "train.py: error: --algo ppo needs torch, which is not installed: pip install 'conductor-gym[train]'\n"
     )

@@ -85,9 +85,7 @@ SOURCES: dict[str, Source] = {
         "CC-BY-4.0",
         "2f1e5b666d4e3055fdbba98598ce2ec307767b9064e03e2fa46676dbcc7d0bf8",
     ),
-    "azure-code": Source(
-        f"{AZURE}/AzureLLMInferenceTrace_code.csv", "Azure 2023, code, lengths only", "CC-BY-4.0"
-    ),
+    "azure-code": Source(f"{AZURE}/AzureLLMInferenceTrace_code.csv", "Azure 2023, code, lengths only", "CC-BY-4.0"),
     "burstgpt-1": Source(
         f"{BURSTGPT}/BurstGPT_without_fails_1.csv",
         "BurstGPT, first two months without failed requests, lengths only, 51 MB",
@@ -185,9 +183,7 @@ def _fetch(url: str, part: Path, progress: Progress | None, timeout_s: float) ->
     except urllib.error.HTTPError as error:
         if error.code == 416 and have:
             return  # nothing is left to fetch; the checksum decides
-        raise TraceError(
-            f"HTTP {error.code} {error.reason}", file=url, expected="the file"
-        ) from None
+        raise TraceError(f"HTTP {error.code} {error.reason}", file=url, expected="the file") from None
     except (urllib.error.URLError, HTTPException, TimeoutError, ConnectionError) as error:
         reason = getattr(error, "reason", None) or error
         raise TraceError(

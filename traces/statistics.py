@@ -31,9 +31,7 @@ def _reach(trace: Trace) -> NDArray[np.int64]:
             expected="a trace with blocks",
             hint="synthesise_blocks adds invented sessions",
         )
-    needed: NDArray[np.int64] = kernels.reach_distances(
-        trace.block_offsets, trace.block_ids, trace.n_distinct_blocks
-    )
+    needed: NDArray[np.int64] = kernels.reach_distances(trace.block_offsets, trace.block_ids, trace.n_distinct_blocks)
     return needed
 
 
@@ -165,9 +163,7 @@ def statistics_of(trace: Trace, capacities: Sequence[float] = CAPACITIES) -> Sta
 
 
 def capacity_label(capacity: float) -> str:
-    return (
-        "inf" if math.isinf(capacity) else f"{capacity:g}" if capacity % 1 else str(int(capacity))
-    )
+    return "inf" if math.isinf(capacity) else f"{capacity:g}" if capacity % 1 else str(int(capacity))
 
 
 def _percentiles(values: NDArray[Any]) -> dict[str, float]:

@@ -100,9 +100,7 @@ class Stratum(_Part):
 
     kind: Kind
     share: float = Field(ge=0, le=1, description="of the fresh, or of the continuing requests")
-    whole: float = Field(
-        default=1.0, ge=0, le=1, description="share whose match no other branch touched since"
-    )
+    whole: float = Field(default=1.0, ge=0, le=1, description="share whose match no other branch touched since")
     trunk_shares: dict[int, float] = Field(description="trunk index -> share within the stratum")
     tables: dict[str, list[float]]
     correlation: list[list[float]]
@@ -167,9 +165,7 @@ class WorkloadProfile(_Part):
     def to_yaml(self) -> str:
         import yaml
 
-        return str(
-            yaml.safe_dump(self.model_dump(), sort_keys=False, default_flow_style=None, width=98)
-        )
+        return str(yaml.safe_dump(self.model_dump(), sort_keys=False, default_flow_style=None, width=98))
 
     @classmethod
     def from_yaml(cls, text: str, file: str | Path | None = None) -> WorkloadProfile:
@@ -401,9 +397,7 @@ def _tidy(table: Floats) -> list[float]:
     return [float(f"{v:.6g}") for v in table]
 
 
-def _correct_for_start(
-    since_s: Floats, gap_s: Floats, continuing: NDArray[np.bool_]
-) -> tuple[Floats, list[float]]:
+def _correct_for_start(since_s: Floats, gap_s: Floats, continuing: NDArray[np.bool_]) -> tuple[Floats, list[float]]:
     """Weights of the continuing requests, and the propensity to continue over the trace.
 
     A reuse of gap g can only be seen in requests g or more after the start, so it stands for
@@ -469,9 +463,7 @@ def _as_ranges(path: list[int]) -> list[tuple[int, int]]:
     return ranges
 
 
-def _stratum(
-    variables: dict[str, Floats], rows: Ints, share: float, kind: Kind, trunk_of: Ints
-) -> Stratum:
+def _stratum(variables: dict[str, Floats], rows: Ints, share: float, kind: Kind, trunk_of: Ints) -> Stratum:
     labels = FRESH_VARIABLES if kind == "fresh" else REUSE_VARIABLES
     margins = () if kind == "fresh" else REUSE_MARGINS
     columns = [variables[label][rows] for label in labels]
@@ -534,9 +526,7 @@ def _fit_arrivals(since_s: Floats) -> Arrivals:
         # Requests per tick have a variance of gap_cv**2 times their mean (renewal theory).
         number = np.rint(since_s / tick_s).astype(np.int64)
         per_tick = np.bincount(number).astype(np.float64)
-        expected = np.diff(
-            np.interp(np.arange(len(per_tick) + 1) * tick_s, at, np.append(0, np.cumsum(counts)))
-        )
+        expected = np.diff(np.interp(np.arange(len(per_tick) + 1) * tick_s, at, np.append(0, np.cumsum(counts))))
         residual = per_tick - expected
         gap_cv = float(np.sqrt((residual**2).mean() / per_tick.mean()))
     return Arrivals(
@@ -611,9 +601,7 @@ def _sample_arrivals(arrivals: Arrivals, n: int, rate: float, rng: np.random.Gen
     return rounded
 
 
-def _sample_requests(
-    profile: WorkloadProfile, arrival_s: Floats, rng: np.random.Generator
-) -> dict[str, NDArray[Any]]:
+def _sample_requests(profile: WorkloadProfile, arrival_s: Floats, rng: np.random.Generator) -> dict[str, NDArray[Any]]:
     """Trunk, lengths and wanted reuse of every request."""
     n = len(arrival_s)
     out: dict[str, NDArray[Any]] = {
@@ -659,12 +647,9 @@ def _sample_requests(
     parts: list[tuple[int | None, Ints]] = [(None, free), *given.items()]
     for trunk_given, part in parts:
         shares = [
-            s.share * (1.0 if trunk_given is None else s.trunk_shares.get(trunk_given, 0.0))
-            for s in profile.fresh
+            s.share * (1.0 if trunk_given is None else s.trunk_shares.get(trunk_given, 0.0)) for s in profile.fresh
         ]
-        of = _by_share(
-            shares if sum(shares) > 0 else [s.share for s in profile.fresh], len(part), rng
-        )
+        of = _by_share(shares if sum(shares) > 0 else [s.share for s in profile.fresh], len(part), rng)
         for k, stratum in enumerate(profile.fresh):
             _draw_fresh(out, stratum, part[of == k], trunk_given, lengths, b, rng)
     most = profile.max_input_tokens
@@ -764,9 +749,7 @@ def _gap_cdf(group: list[Stratum], since_s: Floats) -> Floats:
         return np.zeros(len(since_s))
     edges = np.append(0.0, np.cumsum(shares)) / shares.sum()
     gaps = np.concatenate([s.tables["gap_s"] for s in group])
-    levels = np.concatenate(
-        [low + np.array(LEVELS) * (high - low) for low, high in pairwise(edges)]
-    )
+    levels = np.concatenate([low + np.array(LEVELS) * (high - low) for low, high in pairwise(edges)])
     at = np.searchsorted(gaps, since_s, side="right")
     # Linear between table entries, as in sampling.
     low, high = np.maximum(at - 1, 0), np.minimum(at, len(gaps) - 1)
@@ -807,18 +790,14 @@ def _copula(stratum: Stratum, n: int, rng: np.random.Generator) -> Floats:
     return np.stack([_even(row) for row in normal])
 
 
-def _grow(
-    profile: WorkloadProfile, arrival_s: Floats, draw: dict[str, NDArray[Any]], name: str
-) -> Trace:
+def _grow(profile: WorkloadProfile, arrival_s: Floats, draw: dict[str, NDArray[Any]], name: str) -> Trace:
     from traces import kernels
 
     b = profile.block_tokens
     n_blocks = -(-draw["input_tokens"] // b)
     offsets = np.concatenate([[0], np.cumsum(n_blocks)]).astype(np.int64)
     if offsets[-1] >= 2**31:
-        raise TraceError(
-            f"{offsets[-1]} blocks in all", expected="below 2**31", hint="ask for fewer requests"
-        )
+        raise TraceError(f"{offsets[-1]} blocks in all", expected="below 2**31", hint="ask for fewer requests")
     paths = [t.blocks() for t in profile.trunks]
     path_offsets = np.concatenate([[0], np.cumsum([len(p) for p in paths])]).astype(np.int64)
     flat = np.array([x for p in paths for x in p], np.int64)
@@ -914,6 +893,4 @@ def builtin(
     """
     if name not in BUILTIN_NAMES:
         raise TraceError(f"no built-in workload {name!r}", expected=", ".join(BUILTIN_NAMES))
-    return synthesize(
-        _shipped(name), n_requests=n_requests, duration_s=duration_s, seed=seed, rate=rate
-    )
+    return synthesize(_shipped(name), n_requests=n_requests, duration_s=duration_s, seed=seed, rate=rate)

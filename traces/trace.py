@@ -163,9 +163,7 @@ class Trace:
 
         offsets, m = self.block_offsets, len(self.block_ids)
         if offsets[0] != 0 or offsets[-1] != m:
-            raise _column_error(
-                "block_offsets", None, f"{offsets[0]}..{offsets[-1]}", f"0..{m} (all blocks)"
-            )
+            raise _column_error("block_offsets", None, f"{offsets[0]}..{offsets[-1]}", f"0..{m} (all blocks)")
         lengths = np.diff(offsets)
         _require(lengths >= 0, "block_offsets", lengths, "ascending offsets")
         if m == 0:
@@ -184,9 +182,7 @@ class Trace:
         dense = np.ones(m, bool)
         dense[0] = ids[0] == 0
         dense[1:] = ids[1:] <= seen_max[:-1].astype(np.int64) + 1
-        _require(
-            dense, "block_ids", ids, "ids numbered from 0 in order of first appearance (densify)"
-        )
+        _require(dense, "block_ids", ids, "ids numbered from 0 in order of first appearance (densify)")
 
     @property
     def n_requests(self) -> int:

@@ -79,16 +79,12 @@ class RequestStreams(ClusterVectorEnv):
     it is truncated, at its last decision's observation.
     """
 
-    def __init__(
-        self, num_envs: int, spec: ClusterSpec, trace: Trace, part: str, episodes: Episodes
-    ) -> None:
+    def __init__(self, num_envs: int, spec: ClusterSpec, trace: Trace, part: str, episodes: Episodes) -> None:
         super().__init__(num_envs, spec, trace, part, episodes)
         mask = gym.spaces.Box(0, 1, (self._clusters.n_actions,), np.int8)
         tables = self._clusters.observation_space()
         self.single_observation_space = gym.spaces.Dict({**tables, "action_mask": mask})
-        self.observation_space = gym.vector.utils.batch_space(
-            self.single_observation_space, num_envs
-        )
+        self.observation_space = gym.vector.utils.batch_space(self.single_observation_space, num_envs)
         self._counts = np.zeros(5)
         self._environment_s = 0.0
 
@@ -199,13 +195,9 @@ class Learner(PPOTorchLearner):
     def compute_loss_for_module(
         self, *, module_id: str, config: Any, batch: dict[str, Any], fwd_out: dict[str, Any]
     ) -> Tensor:
-        loss: Tensor = super().compute_loss_for_module(
-            module_id=module_id, config=config, batch=batch, fwd_out=fwd_out
-        )
+        loss: Tensor = super().compute_loss_for_module(module_id=module_id, config=config, batch=batch, fwd_out=fwd_out)
         with torch.no_grad():
-            log_probs = TorchCategorical(fwd_out[Columns.ACTION_DIST_INPUTS]).logp(
-                batch[Columns.ACTIONS]
-            )
+            log_probs = TorchCategorical(fwd_out[Columns.ACTION_DIST_INPUTS]).logp(batch[Columns.ACTIONS])
             change = (log_probs - batch[Columns.ACTION_LOGP])[batch[Columns.LOSS_MASK]]
             kl = (change.exp() - 1.0 - change).mean()
         self.metrics.log_value((module_id, "approx_kl"), kl, window=1)
@@ -234,9 +226,7 @@ class Run:
         steps, weights, optimizer: those of a checkpoint; 0 and nothing in a new run.
     """
 
-    def __init__(
-        self, options: Options, record: Record, algorithm: Algorithm, checkpoint: Mapping[str, Any]
-    ) -> None:
+    def __init__(self, options: Options, record: Record, algorithm: Algorithm, checkpoint: Mapping[str, Any]) -> None:
         self.options = options
         self.record = record
         self.algorithm = algorithm
@@ -294,9 +284,7 @@ class Run:
         reward = counts["good"] / float(sampled["num_env_steps_sampled"])
         seconds = time.perf_counter() - self.started_s - self.record.eval_s
         fps = (steps - self.first_step) / max(1e-9, seconds)
-        scalars = {
-            f"rollout/{'goodput' if name == 'good' else name}": x for name, x in shares.items()
-        }
+        scalars = {f"rollout/{'goodput' if name == 'good' else name}": x for name, x in shares.items()}
         scalars |= {"rollout/reward_per_step": reward, "time/steps_per_s": fps}
         learned = result["learners"][DEFAULT_MODULE_ID]
         scalars |= {f"train/{name}": float(learned[reported]) for name, reported in LEARNED.items()}
@@ -305,8 +293,7 @@ class Run:
         rejected = shares["rejected_at_arrival"] + shares["rejected_at_decode"]
         progress.show(
             steps,
-            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  "
-            f"{fps:,.0f} steps/s",
+            f"goodput {shares['good']:.3f}  rejected {rejected:.3f}  reward {reward:.3f}  {fps:,.0f} steps/s",
         )
 
     def learn(self) -> None:
@@ -339,9 +326,7 @@ def _itself(learner: Learner) -> Learner:
     return learner
 
 
-def _algorithm(
-    options: Options, spec: ClusterSpec, workload: Workload, done: int
-) -> Algorithm:
+def _algorithm(options: Options, spec: ClusterSpec, workload: Workload, done: int) -> Algorithm:
     """RLlib's PPO with the present options, after `done` steps."""
     part, episodes = workload.train, Episodes(requests=options.episode_requests, load=workload.load)
 
@@ -363,11 +348,7 @@ def _algorithm(
             sample_timeout_s=None,
         )
         .learners(num_learners=0, num_gpus_per_learner=int(torch_device(options.device) == "cuda"))
-        .rl_module(
-            rl_module_spec=RLModuleSpec(
-                module_class=SetModule, model_config={"hidden": options.hidden}
-            )
-        )
+        .rl_module(rl_module_spec=RLModuleSpec(module_class=SetModule, model_config={"hidden": options.hidden}))
         .callbacks(Counting)
         .training(
             learner_class=Learner,

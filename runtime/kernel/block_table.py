@@ -570,8 +570,7 @@ def release(at, numbers):
 
 @compiled
 def store(at, p, medium, hashes, before_hash, linked):
-    """A chain of blocks, after the one of `before_hash` if it is `linked` to one, is on a medium; how many got in.
-    """
+    """A chain of blocks, after the one of `before_hash` if it is `linked` to one, is on a medium; how many got in."""
     index = index_at(at, 0)
     count = len(hashes)
     before = look_up(index, np.uint64(before_hash), -1) if linked != 0 else np.int64(-1)

@@ -27,10 +27,7 @@ def random_tables(rng: np.random.Generator, batch: int, p: int, d: int) -> dict[
         "decode": (batch, d, 10),
         "cluster": (batch, 7),
     }
-    return {
-        name: torch.from_numpy(rng.exponential(5.0, shape).astype(np.float32))
-        for name, shape in shapes.items()
-    }
+    return {name: torch.from_numpy(rng.exponential(5.0, shape).astype(np.float32)) for name, shape in shapes.items()}
 
 
 def trained_like(hidden: int = 16, seed: int = 0) -> SetScorer:
@@ -95,15 +92,11 @@ def policy_of(p: int, d: int) -> SetPolicy:
     def box(*shape: int) -> spaces.Box:
         return spaces.Box(-LARGEST, LARGEST, shape, np.float32)
 
-    space = spaces.Dict(
-        {"request": box(5), "prefill": box(p, 13), "decode": box(d, 10), "cluster": box(7)}
-    )
+    space = spaces.Dict({"request": box(5), "prefill": box(p, 13), "decode": box(d, 10), "cluster": box(7)})
     return SetPolicy(space, spaces.Discrete(1 + p * d * 3), lambda _: 1e-3, hidden=8)
 
 
-EXTREMES = st.sampled_from(
-    [0.0, 1.0, -1.0, 1e-9, -1e9, 1e9, 30.0, float("nan"), float("inf"), -float("inf")]
-)
+EXTREMES = st.sampled_from([0.0, 1.0, -1.0, 1e-9, -1e9, 1e9, 30.0, float("nan"), float("inf"), -float("inf")])
 
 
 @settings(max_examples=60, deadline=None)

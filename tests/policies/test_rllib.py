@@ -269,9 +269,7 @@ def test_resume_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_policy(str(run)).reset(1, 0)
 
 
-def test_another_trainers_checkpoint_is_refused(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_trainers_checkpoint_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot go on from it" in error_of(
         ["--resume", str(run), "--algo", "ppo", "--group", "1", "--steps", "100000"], capsys
     )
@@ -314,8 +312,7 @@ def test_missing_ray_is_one_line(tmp_path: Path) -> None:
     )
     assert shown.returncode == 2
     assert shown.stderr == (
-        "train.py: error: --algo rllib needs ray, which is not installed: "
-        "pip install 'conductor-gym[train,rllib]'\n"
+        "train.py: error: --algo rllib needs ray, which is not installed: pip install 'conductor-gym[train,rllib]'\n"
     )
     assert not (tmp_path / "run").exists()
 
@@ -354,9 +351,7 @@ def cluster(tmp_path: Path) -> Iterator[tuple[dict[str, str], str]]:
         "RAY_AUTH_TOKEN": secrets.token_hex(32),
         "RAY_ADDRESS": "",
     }
-    temporary = (
-        Path(tempfile.gettempdir()) / f"ray-{os.getpid()}-{port}"
-    )  # sockets need a short path
+    temporary = Path(tempfile.gettempdir()) / f"ray-{os.getpid()}-{port}"  # sockets need a short path
     head = subprocess.Popen(
         [
             *(str(Path(sys.executable).with_name("ray")), "start", "--head", "--block"),

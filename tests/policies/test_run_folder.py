@@ -87,9 +87,7 @@ def test_tables_and_masks_are_those_of_training() -> None:
     settled = np.zeros((count, 5))
     rng = np.random.default_rng(0)
     for step in range(200):
-        if (
-            step == 100
-        ):  # an instance of each pool is down, and a feature beyond what float32 tables hold
+        if step == 100:  # an instance of each pool is down, and a feature beyond what float32 tables hold
             simulator.batch.state.prefill["up"][:, 1] = 0
             simulator.batch.state.decode["up"][:, 0] = 0
         if step == 150:
@@ -127,9 +125,7 @@ def test_evaluates_through_the_simulator_at_any_pool_size(run: Path, cluster: st
     assert results[0] == results[1] > 0.5
 
 
-def test_falls_back_to_the_last_checkpoint_and_says_so(
-    copy: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_falls_back_to_the_last_checkpoint_and_says_so(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (copy / "best.zip").unlink()
     load_run(copy)
     assert "taking the last checkpoint final.zip" in capsys.readouterr().err

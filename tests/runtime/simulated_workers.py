@@ -118,9 +118,7 @@ class SimulatedWorkers:
             answer = stub.Schedule(
                 pb.ScheduleRequest(
                     request_id=str(request),
-                    block_hashes=pb.BlockHashes(
-                        hashes=hashes.tobytes(), input_tokens=int(trace.input_tokens[request])
-                    ),
+                    block_hashes=pb.BlockHashes(hashes=hashes.tobytes(), input_tokens=int(trace.input_tokens[request])),
                     arrival_s=arrival_s,
                     lease_s=1e9,
                 )

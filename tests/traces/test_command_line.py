@@ -31,9 +31,7 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
             main([str(a) for a in arguments])
         except SystemExit as end:
             code = end.code if isinstance(end.code, int) else 1
-    return subprocess.CompletedProcess(
-        [str(a) for a in arguments], code, out.getvalue(), errors.getvalue()
-    )
+    return subprocess.CompletedProcess([str(a) for a in arguments], code, out.getvalue(), errors.getvalue())
 
 
 def run_alone(*arguments: object) -> subprocess.CompletedProcess[str]:
@@ -94,9 +92,7 @@ def test_info_json_of_a_trace_without_blocks(tmp_path: Path) -> None:
 
 
 def test_info_of_a_builtin_workload_with_table_json_file_and_plot(tmp_path: Path) -> None:
-    result = run(
-        "info", "builtin:synthetic", "--json", tmp_path / "s.json", "--plot", tmp_path / "s.png"
-    )
+    result = run("info", "builtin:synthetic", "--json", tmp_path / "s.json", "--plot", tmp_path / "s.png")
     assert result.returncode == 0, result.stderr
     assert "3,993" in result.stdout and "LRU hit rate" in result.stdout
     assert json.loads((tmp_path / "s.json").read_text())["requests"] == 3993
@@ -196,9 +192,7 @@ def test_import_is_cheap() -> None:
         "heavy = {'numba', 'pyarrow', 'matplotlib', 'rich', 'scipy', 'pydantic'} & set(sys.modules); "
         "print(took, *sorted(heavy))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     took, *heavy = result.stdout.split()
     assert float(took) < 0.15
     assert heavy == []
@@ -206,12 +200,9 @@ def test_import_is_cheap() -> None:
 
 def test_reading_needs_no_numba() -> None:
     code = (
-        "import sys, traces; traces.Trace; traces.load; "
-        "print({'numba', 'pyarrow', 'rich', 'scipy'} & set(sys.modules))"
+        "import sys, traces; traces.Trace; traces.load; print({'numba', 'pyarrow', 'rich', 'scipy'} & set(sys.modules))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     assert result.stdout.strip() == "set()"
 
 

@@ -23,9 +23,7 @@ from traces.formats import parquet
 
 def mooncake_row(timestamp: Any = 0, tokens: Any = 1000, output: Any = 5, ids: Any = None) -> str:
     ids = list(range(-(-tokens // 512))) if ids is None else ids
-    return json.dumps(
-        {"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": ids}
-    )
+    return json.dumps({"timestamp": timestamp, "input_length": tokens, "output_length": output, "hash_ids": ids})
 
 
 def bailian_row(chat: int, parent: int, t: float, tokens: int, ids: list[int]) -> str:
@@ -194,8 +192,7 @@ def test_compression_is_found_by_content(write: Callable[..., Path], text: str) 
         gzip.compress(data),
         gzip.compress(data[:10]) + gzip.compress(data[10:]),
         zstd,
-        zstandard.ZstdCompressor().compress(data[:10])
-        + zstandard.ZstdCompressor().compress(data[10:]),
+        zstandard.ZstdCompressor().compress(data[:10]) + zstandard.ZstdCompressor().compress(data[10:]),
     ):
         assert load(write(packed, "misleading.csv")).checksum == plain
 
@@ -313,9 +310,7 @@ BAD_ROWS = [
 
 
 @pytest.mark.parametrize(("row", "field", "found"), BAD_ROWS)
-def test_bad_mooncake_rows(
-    write: Callable[..., Path], row: str, field: str | None, found: str
-) -> None:
+def test_bad_mooncake_rows(write: Callable[..., Path], row: str, field: str | None, found: str) -> None:
     path = write(f"{GOOD}\n\n{row}\n{GOOD}")
     with pytest.raises(TraceError) as caught:
         load(path)
@@ -342,9 +337,7 @@ def test_first_row_may_be_the_bad_one(write: Callable[..., Path]) -> None:
 
 
 def test_unsorted_times(write: Callable[..., Path]) -> None:
-    path = write(
-        "\n".join(mooncake_row(t, 600, k + 1, [k, 90 + k]) for k, t in enumerate((5, 9, 7)))
-    )
+    path = write("\n".join(mooncake_row(t, 600, k + 1, [k, 90 + k]) for k, t in enumerate((5, 9, 7))))
     with pytest.raises(TraceError, match=r"line 3, field 'timestamp'.*--sort"):
         load(path)
     dropped = load(path, on_error="skip")
@@ -440,9 +433,7 @@ def _session(change: Callable[[dict[str, Any]], Any]) -> str:
         (lambda s: s["requests"].append(7), "requests[3]"),
     ],
 )
-def test_bad_session_entries(
-    write: Callable[..., Path], change: Callable[[dict[str, Any]], Any], field: str
-) -> None:
+def test_bad_session_entries(write: Callable[..., Path], change: Callable[[dict[str, Any]], Any], field: str) -> None:
     path = write(_session(change))
     with pytest.raises(TraceError) as caught:
         load(path)

@@ -66,9 +66,7 @@ def lfu_in_python(trace: Trace, capacity: int, deepest_first: bool = False) -> f
 
 def any_traces() -> st.SearchStrategy[Trace]:
     """Chained ids as real traces have them, and ids that repeat in any order."""
-    wild = st.lists(
-        st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=15
-    ).map(build)
+    wild = st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=7), min_size=1, max_size=15).map(build)
     return prefix_traces() | wild
 
 

@@ -267,9 +267,7 @@ def test_synthesised_blocks_keep_arrivals_and_lengths(real_traces: Path) -> None
     st.integers(0, 3),
     st.integers(1, 200),
 )
-def test_any_small_trace_can_be_fitted_and_sampled(
-    rows: list[tuple[list[int], float]], seed: int, n: int
-) -> None:
+def test_any_small_trace_can_be_fitted_and_sampled(rows: list[tuple[list[int], float]], seed: int, n: int) -> None:
     trace = build([ids for ids, _ in rows], np.cumsum([gap for _, gap in rows]).tolist())
     if trace.duration_s == 0:
         with pytest.raises(TraceError, match="cannot fit"):

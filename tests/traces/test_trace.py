@@ -58,8 +58,7 @@ def prefix_traces(draw: st.DrawFn) -> Trace:
 def paths(trace: Trace) -> list[list[tuple[int, ...]]]:
     """For each request the identity of each block by the ids before it."""
     return [
-        [tuple(trace.blocks(i)[: k + 1].tolist()) for k in range(len(trace.blocks(i)))]
-        for i in range(trace.n_requests)
+        [tuple(trace.blocks(i)[: k + 1].tolist()) for k in range(len(trace.blocks(i)))] for i in range(trace.n_requests)
     ]
 
 
@@ -114,13 +113,9 @@ def test_properties_of_a_small_trace() -> None:
         ({"block_ids": [[0, 1], [2, 3]]}, "column 'block_ids': found 2 dimensions"),
     ],
 )
-def test_validation_names_column_row_and_expectation(
-    change: dict[str, Any], message: str | None
-) -> None:
+def test_validation_names_column_row_and_expectation(change: dict[str, Any], message: str | None) -> None:
     good = build([[0, 1], [0, 2], [0, 1, 3]])
-    arrays: dict[str, Any] = {
-        k: np.array(v) if isinstance(v, list) else v for k, v in change.items()
-    }
+    arrays: dict[str, Any] = {k: np.array(v) if isinstance(v, list) else v for k, v in change.items()}
     if message is None:
         assert replace(good, **arrays).n_requests == 3
         return
@@ -194,10 +189,7 @@ def test_jitter_spreads_over_the_gap() -> None:
 @given(prefix_traces(), st.integers(1, 4))
 def test_reblock_names_coarse_blocks_by_their_whole_chain(trace: Trace, ratio: int) -> None:
     coarse = trace.reblock(16 * ratio)
-    expected = [
-        [tuple(row[: (k + 1) * ratio]) for k in range(-(-len(row) // ratio))]
-        for row in rows_of(trace)
-    ]
+    expected = [[tuple(row[: (k + 1) * ratio]) for k in range(-(-len(row) // ratio))] for row in rows_of(trace)]
     assert coarse.block_tokens == 16 * ratio
     assert [len(r) for r in rows_of(coarse)] == [len(r) for r in expected]
     assert same_sharing(rows_of(coarse), expected)
@@ -223,9 +215,7 @@ def test_merge_keeps_blocks_apart_unless_shared(a: Trace, b: Trace, share: bool)
     labels = [
         (t, row, [("ab"[k] if not share else "", x) for x in blocks])
         for k, trace in enumerate((a, b))
-        for t, row, blocks in zip(
-            trace.arrival_s.tolist(), range(trace.n_requests), rows_of(trace), strict=True
-        )
+        for t, row, blocks in zip(trace.arrival_s.tolist(), range(trace.n_requests), rows_of(trace), strict=True)
     ]
     ordered = sorted(labels, key=lambda item: item[0])
     assert both.arrival_s.tolist() == [t for t, _, _ in ordered]

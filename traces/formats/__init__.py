@@ -292,9 +292,7 @@ def save(trace: Trace, path: str | os.PathLike[str]) -> None:
     elif target.suffix == ".jsonl" or suffixes in (".jsonl.gz", ".jsonl.zst"):
         data = mooncake.dump(trace, target)
     else:
-        raise TraceError(
-            f"suffix {suffixes!r}", file=target, expected=".parquet, .jsonl, .jsonl.gz, .jsonl.zst"
-        )
+        raise TraceError(f"suffix {suffixes!r}", file=target, expected=".parquet, .jsonl, .jsonl.gz, .jsonl.zst")
     if target.suffix == ".gz":
         import gzip
 

@@ -49,9 +49,7 @@ def read(document: dict[str, Any], path: Path, on_error: OnError, name: str) -> 
     try:
         block_tokens = integer(document, "block_size")
     except RowProblem as problem:
-        raise TraceError(
-            problem.found, file=path, field=problem.field, expected=problem.expected
-        ) from None
+        raise TraceError(problem.found, file=path, field=problem.field, expected=problem.expected) from None
     for where, start_s, entry in _entries(document["requests"], "requests", 0.0, rows):
         try:
             arrival_s = start_s + seconds(entry, "t", "seconds")
@@ -71,9 +69,7 @@ def read(document: dict[str, Any], path: Path, on_error: OnError, name: str) -> 
     return rows.trace(block_tokens=block_tokens, name=name, sessions=True)
 
 
-def _entries(
-    entries: list[Any], where: str, start_s: float, rows: Rows
-) -> Iterator[tuple[str, float, dict[str, Any]]]:
+def _entries(entries: list[Any], where: str, start_s: float, rows: Rows) -> Iterator[tuple[str, float, dict[str, Any]]]:
     for index, entry in enumerate(entries):
         here = f"{where}[{index}]"
         try:

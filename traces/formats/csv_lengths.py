@@ -35,9 +35,7 @@ def read(data: bytes, rows: Rows, name: str) -> Trace:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
-        raise TraceError(
-            "bytes that are not UTF-8", file=rows.file, line=line, expected="CSV text"
-        ) from None
+        raise TraceError("bytes that are not UTF-8", file=rows.file, line=line, expected="CSV text") from None
     lines = text.splitlines()
     header = [column.strip() for column in lines[0].split(",")]
     azure = AZURE[0] in header
@@ -96,9 +94,7 @@ def _wall_clock() -> Callable[[str, str], float]:
                 raise ValueError
             at = np.datetime64(cell.removesuffix("Z").removesuffix("+00:00"), "ns")
         except ValueError:
-            raise RowProblem(
-                name, repr(cell[:40]), "a time such as 2023-11-16 18:15:46.6805900"
-            ) from None
+            raise RowProblem(name, repr(cell[:40]), "a time such as 2023-11-16 18:15:46.6805900") from None
         if not first:
             first.append(at)
         return float((at - first[0]).astype(np.int64)) / 1e9

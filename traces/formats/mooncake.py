@@ -77,8 +77,6 @@ def dump(trace: Trace, path: Path) -> bytes:
                 "hash_ids": ids[offsets[i] : offsets[i + 1]],
             }
         )
-        for i, (tokens, output) in enumerate(
-            zip(trace.input_tokens.tolist(), trace.output_tokens.tolist())
-        )
+        for i, (tokens, output) in enumerate(zip(trace.input_tokens.tolist(), trace.output_tokens.tolist()))
     ]
     return ("\n".join(lines) + "\n").encode()

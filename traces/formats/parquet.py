@@ -69,9 +69,7 @@ def dump(trace: Trace, path: Path) -> bytes:
     columns: list[Any] = [trace.arrival_s, trace.input_tokens, trace.output_tokens]
     if trace.has_blocks:
         if trace.block_offsets[-1] > 2**31 - 1:
-            raise TraceError(
-                f"{trace.block_offsets[-1]} block ids", file=path, expected="below 2**31 per file"
-            )
+            raise TraceError(f"{trace.block_offsets[-1]} block ids", file=path, expected="below 2**31 per file")
         offsets = pa.array(trace.block_offsets.astype(np.int32))
         columns.append(pa.ListArray.from_arrays(offsets, pa.array(trace.block_ids)))
     for label in ("session_id", "tenant_id"):
@@ -170,10 +168,7 @@ def columns(data: bytes, file: Path) -> Part:
         "tenant_id": ("an integer", pa.types.is_integer),
         "block_ids": (
             "a list of integers",
-            lambda t: (
-                (pa.types.is_list(t) or pa.types.is_large_list(t))
-                and pa.types.is_integer(t.value_type)
-            ),
+            lambda t: (pa.types.is_list(t) or pa.types.is_large_list(t)) and pa.types.is_integer(t.value_type),
         ),
     }
     optional = ("block_ids", "session_id", "tenant_id", "sequence")
@@ -185,9 +180,7 @@ def columns(data: bytes, file: Path) -> Part:
             raise TraceError("column missing", file=file, field=label, expected=expected)
         column = table.column(label)
         if not fits(column.type):
-            raise TraceError(
-                f"column of type {column.type}", file=file, field=label, expected=expected
-            )
+            raise TraceError(f"column of type {column.type}", file=file, field=label, expected=expected)
         if label == "block_ids":
             column = column.fill_null([]) if column.null_count else column
             whole = column.combine_chunks()
@@ -222,9 +215,7 @@ def _head(schema: pa.Schema, file: Path) -> dict[str, Any]:
         integer(head, "block_tokens")
     except (ValueError, TypeError, RowProblem) as error:
         detail = f"{error.field}: {error.found}" if isinstance(error, RowProblem) else str(error)
-        raise TraceError(
-            f"metadata unreadable ({detail})", file=file, field=METADATA_KEY.decode()
-        ) from None
+        raise TraceError(f"metadata unreadable ({detail})", file=file, field=METADATA_KEY.decode()) from None
     if version > SCHEMA_VERSION:
         raise TraceError(
             f"schema version {version}",

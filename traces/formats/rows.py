@@ -160,9 +160,7 @@ class Rows:
             self.block_ids.extend(block_ids)
         self.session.append(session)
 
-    def trace(
-        self, *, block_tokens: int, name: str, sessions: bool = False, chain: bool = False
-    ) -> Trace:
+    def trace(self, *, block_tokens: int, name: str, sessions: bool = False, chain: bool = False) -> Trace:
         """The gathered columns as a `Trace`.
 
         `chain`: the source hashes each block by itself; identify it by the whole prefix.
@@ -231,9 +229,7 @@ def get(row: dict[str, Any], name: str) -> Any:
         raise RowProblem(name, "missing", "the field to be present") from None
 
 
-def integer(
-    row: dict[str, Any], name: str, least: int = 1, most: int = MAX_TOKENS, hint: str | None = None
-) -> int:
+def integer(row: dict[str, Any], name: str, least: int = 1, most: int = MAX_TOKENS, hint: str | None = None) -> int:
     value = get(row, name)
     if type(value) is not int or not least <= value <= most:
         raise RowProblem(name, f"found {show(value)}", f"an integer from {least} to {most}", hint)

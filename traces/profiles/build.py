@@ -67,9 +67,7 @@ def toolagent(sample: Trace, conversation: WorkloadProfile) -> WorkloadProfile:
     return profile
 
 
-def _put_together(
-    tools: WorkloadProfile, chat: WorkloadProfile, factor: dict[str, float]
-) -> WorkloadProfile:
+def _put_together(tools: WorkloadProfile, chat: WorkloadProfile, factor: dict[str, float]) -> WorkloadProfile:
     chat_share, *tool_shares = [uses / REQUESTS for uses in PROMPT_USES]
     curve = [c * chat_share * factor["reuse"] for c in chat.reuse_curve]
     reuse = float(np.mean(curve))
@@ -79,15 +77,11 @@ def _put_together(
         "rereads": (1 - extends * factor["extends"]) / (1 - extends),
         "fresh": 1.0,
     }
-    strata = [
-        _scaled(s, factor).model_copy(update={"share": round(s.share * shares[s.kind], 6)})
-        for s in chat.strata
-    ]
+    strata = [_scaled(s, factor).model_copy(update={"share": round(s.share * shares[s.kind], 6)}) for s in chat.strata]
     # Continuing requests are all chat; the fresh ones of chat are what is left of its share.
     fresh_chat = (chat_share - reuse) / (1 - reuse)
     strata = [
-        s.model_copy(update={"share": round(s.share * fresh_chat, 6)}) if s.kind == "fresh" else s
-        for s in strata
+        s.model_copy(update={"share": round(s.share * fresh_chat, 6)}) if s.kind == "fresh" else s for s in strata
     ]
     for stratum in tools.fresh:
         (trunk,) = stratum.trunk_shares
