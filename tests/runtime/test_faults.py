@@ -28,10 +28,11 @@ from runtime.proto import conductor_pb2 as pb
 from runtime.proto import conductor_pb2_grpc
 from runtime.snapshot import SnapshotError, capture, encode, restore
 
+from ..waiting import eventually
 from .conftest import Process
 from .live_workers import Engine, Publisher
 from .test_conductor import made
-from .test_server import asked, eventually, get, in_flight, metric
+from .test_server import asked, get, in_flight, metric
 
 # --- workers ---------------------------------------------------------------------------------------------------------
 
@@ -59,23 +60,23 @@ def test_workers_die_hang_and_talk_nonsense(serve, cluster_file):
                 stub.Report(pb.ReportRequest(events=[pb.Event(request_id=f"c{i}", failed=pb.Failed(stage="client"))]))
             return names
 
-        assert eventually(lambda: shown("d0").up and shown("d1").up and not shown("d0").note and not shown("d1").note)
+        eventually(lambda: shown("d0").up and shown("d1").up and not shown("d0").note and not shown("d1").note)
         assert chosen() == {"d0", "d1"}
         # killed: not chosen any more, until it is back
         first.stop()
-        assert eventually(lambda: not shown("d0").up)
+        eventually(lambda: not shown("d0").up)
         assert shown("d0").note.startswith("down: ")
         assert chosen() == {"d1"}
         assert metric(process, "conductor_worker_up", worker="d0") == 0
         first.start()
-        assert eventually(lambda: shown("d0").up)
-        assert eventually(lambda: not shown("d0").note)
+        eventually(lambda: shown("d0").up)
+        eventually(lambda: not shown("d0").note)
         assert chosen() == {"d0", "d1"}
         # hangs: stale, not down, and what it had is not taken to be gone
         second.running = 60
-        assert eventually(lambda: shown("d1").batch == 60)
+        eventually(lambda: shown("d1").batch == 60)
         second.mode = "hang"
-        assert eventually(lambda: shown("d1").note.startswith("stale"))
+        eventually(lambda: shown("d1").note.startswith("stale"))
         assert shown("d1").up
         assert shown("d1").batch == 60
         assert metric(process, "conductor_worker_metrics_stale", worker="d1") == 1
@@ -83,13 +84,13 @@ def test_workers_die_hang_and_talk_nonsense(serve, cluster_file):
         # talks nonsense: the same
         second.mode = "garbage"
         second._released.set()
-        assert eventually(lambda: "UTF-8" in shown("d1").note)
+        eventually(lambda: "UTF-8" in shown("d1").note)
         assert shown("d1").up
         assert chosen() == {"d0"}
         # all gone: then anybody is better than nobody
         first.stop()
         second.stop()
-        assert eventually(lambda: "down" in shown("d0").note and "down" in shown("d1").note)
+        eventually(lambda: "down" in shown("d0").note and "down" in shown("d1").note)
         assert stub.Schedule(asked("panic")).HasField("assignment")
         first.start()
         second.start()
@@ -140,7 +141,7 @@ def test_the_index_survives_whatever_happens_to_events_and_to_the_sidecar(serve,
 
     def agreed(*processes: Process) -> None:
         for process in processes:
-            assert eventually(lambda process=process: not wrong(process)), wrong(process)
+            eventually(lambda process=process: not wrong(process), what=lambda process=process: wrong(process))
 
     first = 0
 
@@ -154,7 +155,7 @@ def test_the_index_survives_whatever_happens_to_events_and_to_the_sidecar(serve,
         """Wait for the snapshot that is begun after now."""
         for _ in range(2):
             before = snapshot.stat().st_mtime_ns if snapshot.exists() else 0
-            assert eventually(lambda before=before: snapshot.exists() and snapshot.stat().st_mtime_ns > before)
+            eventually(lambda before=before: snapshot.exists() and snapshot.stat().st_mtime_ns > before)
 
     try:
         work(0, 30)
@@ -414,7 +415,7 @@ def test_ten_thousand_malformed_messages_do_no_harm(pestered):
     # what is in flight are requests that asked for a long lease, or had it by a flipped bit; the rest has ended
     ours = [pb.Event(request_id=f"f{i}", failed=pb.Failed(stage="client")) for i in range(60)]
     stub.Report(pb.ReportRequest(events=ours))
-    assert eventually(lambda: in_flight(stub) < 200)
+    eventually(lambda: in_flight(stub) < 200)
     assert stub.Schedule(asked("alive")).HasField("assignment")
     lines = "".join(process.log)
     assert "Traceback" not in lines.replace('Traceback (most recent call last):\n  File "src/python/grpcio', ""), lines[
@@ -475,7 +476,7 @@ def test_overload_is_answered_by_type_and_recovered_from(serve, cluster_file):
     assert ends["rejected-queue-full"] + ends["rejected-saturated"] > ends["assigned"]
     assert grown < 64e6
     stub = process.stub()
-    assert eventually(lambda: in_flight(stub) == 0)
+    eventually(lambda: in_flight(stub) == 0)
     answer = stub.Schedule(asked("afterwards", 500))
     assert (answer.fell_back, said(answer)) == ("", "assigned")
     stub.Report(pb.ReportRequest(events=[pb.Event(request_id="afterwards", finished=pb.Finished(output_tokens=3))]))

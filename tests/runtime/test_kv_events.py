@@ -28,6 +28,7 @@ from runtime.kv_events import (
 )
 from runtime.prefix_index import Medium, PrefixIndex, Tally
 
+from ..waiting import until
 from .reference_prefix_index import check
 
 pack = msgspec.msgpack.encode
@@ -473,13 +474,6 @@ class Publisher:
         self.pub.close(0)
         self.router.close(0)
         self.context.destroy(0)
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        await asyncio.sleep(0.005)
 
 
 @asynccontextmanager

@@ -33,18 +33,11 @@ from runtime.proto import conductor_pb2_grpc
 from runtime.sidecar import ConfigError, read_config
 from serve_policy import app
 
+from ..waiting import eventually
 from .conftest import ROOT, Process
 
 SERVICE = "conductor.v1.Conductor"
 LARGEST = 200_000
-
-
-def eventually(is_so: Callable[[], Any], within_s: float = 30.0) -> Any:
-    """Wait until something is so; what it is then."""
-    deadline = time.monotonic() + within_s
-    while not (found := is_so()) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return found
 
 
 def get(process: Process, path: str) -> tuple[int, str]:
@@ -206,7 +199,7 @@ def test_a_stream_that_is_cut_leaves_nothing(sidecar, end):
         if end == "cancel":
             answers.cancel()
     stub = sidecar.stub()
-    assert eventually(lambda: in_flight(stub) == 0)
+    eventually(lambda: in_flight(stub) == 0)
     assert [
         line for line in sidecar.log[said:] if "ERROR" in line or "Traceback" in line or "never retrieved" in line
     ] == []
@@ -369,7 +362,7 @@ def test_nothing_is_left_of_a_client_that_was_killed(sidecar):
     client.send_signal(signal.SIGKILL)
     client.wait()
     client.stdout.close()
-    assert eventually(lambda: in_flight(stub) == 0)
+    eventually(lambda: in_flight(stub) == 0)
     assert metric(sidecar, "conductor_leases_expired_total") == expired + 20
     workers = stub.GetState(pb.GetStateRequest()).workers
     assert sum(w.batch + w.pending_requests + w.queue_requests for w in workers) == 0
@@ -397,7 +390,7 @@ def test_calls_under_way_end_before_the_process_does(serve, cluster_file):
     watched.cancel()
     assert get(process, "/readyz") == (503, "draining\n")
     other = process.stub()
-    assert eventually(lambda: fault(other.Schedule, asked("new")).code() == grpc.StatusCode.UNAVAILABLE)
+    eventually(lambda: fault(other.Schedule, asked("new")).code() == grpc.StatusCode.UNAVAILABLE)
     assert process.process.poll() is None
     go_on.set()
     rejection = next(answers).rejection
@@ -465,7 +458,7 @@ def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path
         change()
         if hangup:
             process.process.send_signal(signal.SIGHUP)
-        assert eventually(lambda: metric(process, "conductor_config_reloads_total", result=how) > before, 60)
+        eventually(lambda: metric(process, "conductor_config_reloads_total", result=how) > before, 60)
         return "".join(process.log[lines:])
 
     def replaced(file: Path, text: str) -> Callable[[], None]:
@@ -481,7 +474,7 @@ def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path
     assert decided().policy == "conductor+predictive"
     # taken: by the watcher alone
     reloaded("ok", replaced(config, f"policy: {MISBEHAVING}\ntenants: {{paying: 3}}\n"), hangup=False)
-    assert eventually(lambda: decided().policy == MISBEHAVING)
+    eventually(lambda: decided().policy == MISBEHAVING)
     # a policy that fails is fallen back from, and counted
     for order, cause in (("raise", "error"), ("nan", "invalid"), ("outside", "invalid"), ("hang", "deadline")):
         orders.write_text(order)
@@ -491,7 +484,7 @@ def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path
         assert metric(process, "conductor_policy_fallbacks_total", cause=cause) == before + 1
     assert decided().fell_back == "hung"
     orders.write_text("")
-    assert eventually(lambda: decided().fell_back == "")
+    eventually(lambda: decided().fell_back == "")
     # refused, each with its reason; nothing changes
     good = path.read_text()
     workers = yaml.safe_load(good)
@@ -517,7 +510,7 @@ def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path
         stub.Schedule(asked(dry_run=True), timeout=60)
     assert time.monotonic() - asked_s < 30.0
     orders.write_text("")
-    assert eventually(lambda: decided().policy == "round_robin")
+    eventually(lambda: decided().policy == "round_robin")
     # another worker in the file; the one that had registered stays, and so does what is in flight
     more = workers | {"workers": [*workers["workers"], {"id": "d5", "role": "decode", "address": "127.0.0.1:1005"}]}
     reloaded("ok", replaced(path, yaml.safe_dump(more)))

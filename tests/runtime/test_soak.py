@@ -17,8 +17,9 @@ import pytest
 from runtime.proto import conductor_pb2 as pb
 from runtime.proto import conductor_pb2_grpc
 
+from ..waiting import eventually
 from .live_workers import Publisher
-from .test_server import eventually, metric
+from .test_server import metric
 
 LEASE_S = 2.0
 DRIVERS = 3
@@ -162,14 +163,16 @@ def soak(serve, cluster_file, seconds: float, measured_s: float, slack_bytes: fl
     def state() -> Any:
         return stub.GetState(pb.GetStateRequest(), timeout=60)
 
-    assert eventually(lambda: state().in_flight == 0, 60)
+    eventually(lambda: state().in_flight == 0, 60)
     for shown in state().workers:
         assert (shown.batch, shown.pending_requests, shown.queue_requests) == (0, 0, 0), shown
         assert (shown.queue_s, shown.kv_tokens) == (0.0, 0.0), shown
     assert state().blocks <= 65536
     held = len(publisher.resident)
-    known = eventually(lambda: next(w for w in state().workers if w.worker.id == "p0").device_blocks == held)
-    assert known, (state().workers[0], held)
+    eventually(
+        lambda: next(w for w in state().workers if w.worker.id == "p0").device_blocks == held,
+        what=lambda: (state().workers[0], held),
+    )
     assert metric(process, "conductor_metrics_errors_total") == 0
     assert not any("Traceback" in line for line in process.log), "".join(process.log[-60:])
     publisher.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -17,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from runtime.telemetry import EngineMetrics, Parser, Scraper, TelemetryError, mean_between, parse
 from runtime.workers import Engine, Role, Worker
 
+from ..waiting import until
 from .backends import free_port
 
 VLLM = """\
@@ -249,13 +249,6 @@ async def serving(handler: Handler, port: int = 0) -> AsyncIterator[int]:
 
 def worker(port: int, name: str = "w", **fields: object) -> Worker:
     return Worker.model_validate({"id": name, "role": Role.DECODE, "address": f"127.0.0.1:{port}"} | fields)
-
-
-async def until(condition: Callable[[], bool], limit_s: float = 10.0) -> None:
-    end = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        await asyncio.sleep(0.005)
 
 
 async def good(request: web.Request) -> web.Response:

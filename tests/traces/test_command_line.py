@@ -9,8 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -18,6 +16,8 @@ import pytest
 
 from traces import Trace, builtin, load, save, statistics_of
 from traces.__main__ import main
+
+from ..waiting import eventually
 
 ROOT = Path(__file__).parents[2]
 
@@ -221,12 +221,6 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert "Traceback" not in errors
 
 
-def wait_until(true: Callable[[], bool]) -> None:
-    end_s = time.monotonic() + 120
-    while not true() and time.monotonic() < end_s:
-        time.sleep(0.05)
-
-
 def cpu_seconds(process: int) -> float:
     """Of a process that may have ended."""
     try:
@@ -246,7 +240,7 @@ def test_ctrl_c_is_quiet(tmp_path: Path) -> None:
         text=True,
         cwd=ROOT,
     )
-    wait_until(lambda: cpu_seconds(process.pid) > 4.0)  # past all imports, however busy the machine is
+    eventually(lambda: cpu_seconds(process.pid) > 4.0, 120.0)  # past all imports, however busy the machine is
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=90)
     assert process.returncode == 130

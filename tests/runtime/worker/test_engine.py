@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +14,7 @@ from runtime.prefix_index import Medium, PrefixIndex
 from runtime.worker.events import EventPublisher
 from runtime.worker.kvcache import Tier
 
+from ...waiting import until
 from .conftest import BLOCK, LocalEngine
 
 Local = Callable[..., LocalEngine]
@@ -189,11 +189,3 @@ async def test_subscribers_believe_what_the_cache_has(local: Local, prompts: Pro
         await subscriber.close()
         engine.engine.stop()
         publisher.close()
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come about in time"
-        await asyncio.sleep(0.01)
