@@ -17,7 +17,6 @@ TITLES = {
     "live_rejection": "Admission in overload, on live workers.",
 }
 LOADS = {"sim_to_live": 0.5, "live_rejection": 2.0}
-BATCHES = {"sim_to_live": 8, "live_rejection": 16}
 POLICIES = {  # of sim_to_live none that moves KV between prefill workers: vLLM's do not
     "sim_to_live": "vllm_router,random,round_robin,cache_aware",
     "live_rejection": "round_robin+none,round_robin+baseline,round_robin+predictive",
@@ -44,7 +43,7 @@ def parser(name: str) -> argparse.ArgumentParser:
         default=2048,
         help="of a request, prompt and answer; longer are left out",
     )
-    add("--most-requests", type=_from(2, int), default=BATCHES[name], help="largest decode batch of the calibration")
+    add("--most-requests", type=_from(2, int), default=8, help="largest decode batch of the calibration")
     if name == "sim_to_live":
         add("--ordering", action="store_true", help="compare --policies on two prefill workers")
         add("--policies", default=POLICIES[name], help="with --ordering")

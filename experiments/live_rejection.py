@@ -31,7 +31,7 @@ from . import live
 from .live import Seen
 
 PROBE = "round_robin+none"  # by which the gym says how busy prefill would be
-BATCH = 16  # requests that decode together within the TBT SLO
+BATCH = 8  # requests that decode together within the TBT SLO
 DECODE_SHARE = 1.5
 TTFT_SLO_PREFILLS = 10.0  # TTFT SLO, in prefills of the mean request: the papers' ([A] 8.1)
 
