@@ -7,6 +7,7 @@ In a page,
 - `<!-- slow: WHY -->` before a block leaves it to the slow tests, `<!-- live: WHY -->` (it needs vLLM workers) and
   `<!-- long: WHY -->` (an hour, say) to `make test-long`; `<!-- not run: WHY -->` to nobody, for a reason in
   `NOT_RUN`. The quick tests have the options of all these commands parsed by the programs they call;
+- replays through live workers are of a few requests (`LIVE_REQUESTS`);
 - a server in the foreground is waited for, then ended with Ctrl-C, a server with `&` when the page ends. Addresses of
   this machine and those of examples (RFC 5737) are exchanged for free ones of this machine.
 """
@@ -64,6 +65,12 @@ EXAMPLE = r"192\.0\.2\.\d+"
 ADDRESS = re.compile(rf"(127\.0\.0\.1|localhost|{EXAMPLE})(:| --port |, port_value: )([1-9]\d*)")
 TRACE = "conversation_trace.jsonl"
 QUICK_REQUESTS = 1500  # of the trace, where tests are in a hurry
+LIVE_REQUESTS = 40  # of replays through live workers, that run as long as a trace does
+LIVE_REPLAYS = (
+    "python -m experiments sim_to_live",
+    "python -m experiments live_rejection",
+    "python -m benchmarks.gateway",
+)
 LONGEST_S = {"": 300.0, "slow": 300.0, "live": 1200.0, "long": 3 * 3600.0}  # of a command, by its block's mark
 
 
@@ -338,6 +345,8 @@ class Session:
         if words[0] == "pip" and not self.activated:  # never into the environment that the tests run in
             self._command("python -m venv .venv", block)
             self._command(". .venv/bin/activate", block)
+        if command.startswith(LIVE_REPLAYS):
+            command = shlex.join([*words, "--requests", str(LIVE_REQUESTS)])
         server = next((one for one in SERVERS if words[: len(one.begins.split())] == one.begins.split()), None)
         if server is None:
             self._run(self.here(command), block)
