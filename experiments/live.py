@@ -267,8 +267,12 @@ def trace_of(options: Options) -> Trace:
     Raises:
         TraceError: it cannot be read.
     """
-    parts = load(options.trace).jitter(0).split()
-    return parts.train if options.tuning else parts.test
+    return known(options) if options.tuning else load(options.trace).jitter(0).split().test
+
+
+def known(options: Options) -> Trace:
+    """The trace's training part: what whoever serves it has seen before."""
+    return load(options.trace).jitter(0).split().train
 
 
 def sent(trace: Trace, requests: int, longest_tokens: int, scale: float = SCALE) -> Trace:
