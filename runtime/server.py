@@ -22,6 +22,7 @@ from envs.state import Source
 
 from . import workers as _workers
 from .conductor import LONGEST_PROMPT, Conductor, Explained
+from .grpc_operations import begun, left
 from .live_state import Reservation
 from .proto import conductor_pb2 as pb
 from .proto import conductor_pb2_grpc
@@ -335,15 +336,13 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             raise
 
     async def ScheduleStream(self, request_iterator: Any, context: Any) -> None:
-        """Decide in order. While a request is decided, the next one comes in and the answer before it goes out: each
-        of the two takes a turn through gRPC's threads, which is no shorter than a decision.
-        """
-        reading: asyncio.Future[Any] = asyncio.ensure_future(context.read())
+        """Decide in order. While a request is decided, the next one comes in and the answer before it goes out."""
+        reading: asyncio.Future[Any] | None = None
         writing: asyncio.Future[Any] | None = None
         try:
-            while (asked := await reading) is not _EOF:
-                reading = asyncio.ensure_future(context.read())
-                await asyncio.sleep(0)  # now gRPC has been asked for it
+            asked = await context.read()
+            while asked is not _EOF:
+                reading = await begun(context.read())
                 answer, refusal = None, ""
                 try:
                     answer = None if asked is _UNREADABLE else self._schedule(asked, context)
@@ -354,12 +353,11 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 if answer is None:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal or UNREADABLE)
                 writing = asyncio.ensure_future(context.write(answer))
+                asked = await reading
             if writing is not None:
                 await writing
-        finally:  # with the call they end, too, and how is of no interest
-            for left in (reading, writing):
-                if left is not None:
-                    left.add_done_callback(lambda done: done.cancelled() or done.exception())
+        finally:
+            left(reading, writing)
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
         conductor = self.conductor

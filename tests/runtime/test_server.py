@@ -459,6 +459,7 @@ def test_policies_and_workers_change_while_serving(serve, cluster_file, tmp_path
         if hangup:
             process.process.send_signal(signal.SIGHUP)
         eventually(lambda: metric(process, "conductor_config_reloads_total", result=how) > before, 60)
+        eventually(lambda: any("reloaded" in line for line in process.log[lines:]))  # it comes through a pipe
         return "".join(process.log[lines:])
 
     def replaced(file: Path, text: str) -> Callable[[], None]:
