@@ -53,7 +53,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from envs.state import Source
 
 from . import openai_body, request_headers
-from .grpc_operations import begun, left
 from .request import Assignment, Reason, Rejection, Request, RequestError
 from .request_headers import DROPPED_REASON, PREFIX_HOLDER, REQUEST_ID
 from .workers import Worker
@@ -225,7 +224,6 @@ class _Stream:
         self.reserved = False  # and the answer has not been sent
         self.responded = False  # the response came before the request had ended
         self.last: bytes | None = None  # message of the stream, to be sent with its end
-        self.reading: asyncio.Future[Any] | None = None  # the next message, where it is read ahead
         self.since = time.perf_counter()
 
     async def run(self) -> bytes:
@@ -238,8 +236,6 @@ class _Stream:
             while True:
                 await self.read()
         self.processor.requests += 1
-        if not message.request_headers.end_of_stream:
-            self.reading = await begun(self.context.read())
         try:
             await self.answer(message)
         except _Drop as drop:
@@ -256,7 +252,6 @@ class _Stream:
             self.buffered_bytes = 0
             if self.reserved:
                 self.scheduler.release(self.reservation)
-            left(self.reading)
         if self.last is None:
             return await _Response(self).run()
         return self.last
@@ -284,7 +279,8 @@ class _Stream:
             body, whole, trailers = await self.read_body()
             if self.responded:
                 return
-            await self.send(self.decision(path, body, whole, "request_headers"), body, end=not trailers)
+            await self.write(self.decision(path, body, whole, "request_headers"))
+            await self.send_body(body, end=not trailers)
             if trailers:
                 await self.end(_continue("request_trailers"))
         elif self.mode in (_MODE.BUFFERED, _MODE.BUFFERED_PARTIAL):
@@ -391,11 +387,9 @@ class _Stream:
         if size > self.options.max_body_bytes:
             raise _Drop(413, f"the body is larger than {self.options.max_body_bytes} bytes")
 
-    async def send(self, answer: bytes, body: bytes, *, end: bool) -> None:
-        """The answer to the headers, then the body again, in chunks; the last says so where no trailers follow. Each
-        message is made while the one before is on its way."""
+    async def send_body(self, body: bytes, *, end: bool) -> None:
+        """The body again, in chunks; the last says so where no trailers follow."""
         size = len(body)
-        sending = await begun(self.write(answer))
         for start in range(0, size or end, CHUNK_BYTES):
             stop = start + CHUNK_BYTES
             message = ext_proc.ProcessingResponse()
@@ -403,12 +397,7 @@ class _Stream:
             streamed.body = body if size <= CHUNK_BYTES else body[start:stop]
             streamed.end_of_stream = end and stop >= size
             data = message.SerializeToString()
-            await sending
-            if streamed.end_of_stream:
-                await self.end(data)
-                return
-            sending = await begun(self.write(data))
-        await sending
+            await (self.end(data) if streamed.end_of_stream else self.write(data))
 
     async def echo_request(self) -> None:
         """Let the chunks of a STREAMED body through."""
@@ -564,8 +553,7 @@ class _Stream:
         Raises:
             _Gone: there is none. _ProtocolError: it is none.
         """
-        reading, self.reading = self.reading, None
-        message = await (self.context.read() if reading is None else reading)
+        message = await self.context.read()
         if message is _EOF:
             raise _Gone
         if message is None:

@@ -22,7 +22,6 @@ from envs.state import Source
 
 from . import workers as _workers
 from .conductor import LONGEST_PROMPT, Conductor, Explained
-from .grpc_operations import begun, left
 from .live_state import Reservation
 from .proto import conductor_pb2 as pb
 from .proto import conductor_pb2_grpc
@@ -336,13 +335,16 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             raise
 
     async def ScheduleStream(self, request_iterator: Any, context: Any) -> None:
-        """Decide in order. While a request is decided, the next one comes in and the answer before it goes out."""
+        """Decide in order. While a request is decided, the next one comes in and the answer before it goes out: each
+        of the two takes a turn through gRPC's threads, which is no shorter than a decision.
+        """
         reading: asyncio.Future[Any] | None = None
         writing: asyncio.Future[Any] | None = None
         try:
             asked = await context.read()
             while asked is not _EOF:
-                reading = await begun(context.read())
+                reading = asyncio.ensure_future(context.read())
+                await asyncio.sleep(0)  # now gRPC has been asked for it
                 answer, refusal = None, ""
                 try:
                     answer = None if asked is _UNREADABLE else self._schedule(asked, context)
@@ -356,8 +358,10 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                 asked = await reading
             if writing is not None:
                 await writing
-        finally:
-            left(reading, writing)
+        finally:  # with the call they end, too, and how is of no interest
+            for left in (reading, writing):
+                if left is not None:
+                    left.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     async def Report(self, request: pb.ReportRequest, context: Any) -> pb.ReportResponse:
         conductor = self.conductor
