@@ -500,8 +500,7 @@ class LiveState:
         if reservation.stage > PREFILL:
             return
         p = reservation.prefill
-        if reservation.fetching:
-            self.fetch_landed(reservation)
+        self.fetch_landed(reservation)
         running = self.running[p] is reservation
         if running:
             self.running[p] = None
@@ -563,8 +562,7 @@ class LiveState:
             return
         tokens = 0
         for reservation in joiners:
-            if reservation.stage <= PREFILL:
-                self.prefill_done(reservation, at_s)
+            self.prefill_done(reservation, at_s)
             self.kv_ready(reservation)
             tokens += reservation.input_tokens
         stall_s, batch, kv_tokens, expected_s = self._kernels.join(
@@ -594,8 +592,7 @@ class LiveState:
             reservation.ttft_s = ttft_s
         if reservation.stage < DECODE and output_tokens != 1:
             self.joined([reservation], at_s)
-        if reservation.stage <= PREFILL:
-            self.prefill_done(reservation, at_s)
+        self.prefill_done(reservation, at_s)
         reservation.tbt_s = tbt_s
         reservation.output_tokens = output_tokens
         if math.isnan(decode_s) and reservation.reported:
