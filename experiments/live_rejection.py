@@ -102,7 +102,7 @@ def counts(seen: Seen, slos: Slos) -> dict[str, int]:
 def decode_time_s(known: Trace, longest_tokens: int, token_s: float) -> float:
     """t_d of [A] 7.4, from a trace that is known beforehand: what 95 % of the answers take at `token_s` per token as
     sent. With their mean, half of a batch would be counted as gone that is still there (docs/live.md)."""
-    return token_s * float(np.quantile(live.sent(known, known.n_requests, longest_tokens).output_tokens, 0.95))
+    return float(token_s * np.quantile(live.sent(known, known.n_requests, longest_tokens).output_tokens, 0.95))
 
 
 def full_step_s(decode: DecodeTimes, sent: Trace) -> float:
