@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 
 from envs.spec import ClusterSpec, validate_cluster
 from experiments import live, live_rejection, sim_to_live
@@ -97,6 +98,13 @@ def test_ordering_counts_only_what_is_told_apart() -> None:
     assert wrong["told_apart"] == 2 and not wrong["holds"]
     alike = sim_to_live.ordering(arrivals, {name: policies[name] for name in ("fast", "as_fast")})
     assert not alike["holds"], "where nothing is told apart nothing is shown"
+
+
+def test_decode_time_is_what_most_answers_take() -> None:
+    """In a cluster file, which takes no NumPy scalars."""
+    known = trace(*((float(i), 1600, 160 + 16 * i) for i in range(101)))  # sent: 10 .. 110
+    cluster = {"decode_time_s": live_rejection.decode_time_s(known, 2048, np.float64(0.5))}
+    assert yaml.safe_load(yaml.safe_dump(cluster)) == {"decode_time_s": pytest.approx(0.5 * 105)}
 
 
 def test_paired_intervals() -> None:
