@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.request import urlopen
@@ -29,7 +30,7 @@ from envs.spec import ClusterSpec, validate_cluster
 from envs.worker_timing import LiveWorker, WorkerError
 from runtime.loadgen import Prompts, Replay, Slos
 from runtime.vllm_workers import VllmWorkers
-from traces import Trace, load
+from traces import Split, Trace, load
 
 from .replays import replay
 
@@ -267,12 +268,18 @@ def trace_of(options: Options) -> Trace:
     Raises:
         TraceError: it cannot be read.
     """
-    return known(options) if options.tuning else load(options.trace).jitter(0).split().test
+    parts = parts_of(options.trace)
+    return parts.train if options.tuning else parts.test
 
 
-def known(options: Options) -> Trace:
-    """The trace's training part: what whoever serves it has seen before."""
-    return load(options.trace).jitter(0).split().train
+@cache
+def parts_of(trace: str) -> Split:
+    """A trace's parts: `train` is what whoever serves the others has seen before. Times are spread.
+
+    Raises:
+        TraceError: it cannot be read.
+    """
+    return load(trace).jitter(0).split()
 
 
 def sent(trace: Trace, requests: int, longest_tokens: int, scale: float = SCALE) -> Trace:

@@ -56,7 +56,7 @@ def run(options: live.Options) -> dict[str, Any]:
         longer = DECODE_SHARE * prefill_s / (sent.output_tokens.sum() * step_s / BATCH)
         sent = replace(sent, output_tokens=np.maximum(1, np.rint(longer * sent.output_tokens)).astype(np.int32))
         slo = {"ttft_s": TTFT_SLO_PREFILLS * prefill_s / sent.n_requests, "tbt_s": step_s}
-        decode_s = decode_time_s(live.known(options), options.longest_tokens, longer * step_s)
+        decode_s = decode_time_s(live.parts_of(options.trace).train, options.longest_tokens, longer * step_s)
         cluster = live.calibrated(workers, found, slo) | {"decode_time_s": decode_s}
         spec = live.spec_of(cluster)
         sent = sent.speed_up(options.load * sent.duration_s / (DECODE_SHARE * prefill_s))

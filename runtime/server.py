@@ -345,15 +345,16 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             while asked is not _EOF:
                 reading = asyncio.ensure_future(context.read())
                 await asyncio.sleep(0)  # now gRPC has been asked for it
-                answer, refusal = None, ""
-                try:
-                    answer = None if asked is _UNREADABLE else self._schedule(asked, context)
-                except RequestError as error:
-                    refusal = f"{asked.request_id}: {error}"
+                answer, refusal = None, UNREADABLE
+                if asked is not _UNREADABLE:
+                    try:
+                        answer = self._schedule(asked, context)
+                    except RequestError as error:
+                        refusal = f"{asked.request_id}: {error}"
                 if writing is not None:
                     await writing
                 if answer is None:
-                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal or UNREADABLE)
+                    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal)
                 writing = asyncio.ensure_future(context.write(answer))
                 asked = await reading
             if writing is not None:

@@ -87,7 +87,7 @@ def test_kv_events_change_later_decisions(split, holder):
     prefix = prompt(100 + int(holder[1]), 20 * BLOCK_TOKENS)
     assert cached(split, holder, [*prefix, 1]) == 0
     split.post({"prompt": prefix, "max_tokens": 1}, to=holder)
-    eventually(lambda: cached(split, holder, [*prefix, 1]) == len(prefix))
+    eventually(lambda: cached(split, holder, [*prefix, 1]) == len(prefix), 20.0)
     for i in range(3):
         before = split.sources(holder)
         status, _, headers = split.post(GREEDY | {"prompt": [*prefix, *prompt(200 + i, 40)], "max_tokens": 4})
@@ -100,10 +100,10 @@ def test_kv_events_change_later_decisions(split, holder):
 def test_evictions_are_believed(split):
     prefix = prompt(300, 20 * BLOCK_TOKENS)
     split.post({"prompt": prefix, "max_tokens": 1}, to="p1")
-    eventually(lambda: cached(split, "p1", [*prefix, 1]) == len(prefix))
+    eventually(lambda: cached(split, "p1", [*prefix, 1]) == len(prefix), 20.0)
     for i in range(5):  # more than its cache holds
         split.post({"prompt": prompt(310 + i, KV_TOKENS // 4), "max_tokens": 1}, to="p1")
-    eventually(lambda: cached(split, "p1", [*prefix, 1]) == 0)
+    eventually(lambda: cached(split, "p1", [*prefix, 1]) == 0, 20.0)
     assert metric(split.sidecar, "conductor_kv_blocks_removed_total", worker="p1") >= 20
     before = split.sources("p1")
     split.post({"prompt": [*prefix, 1], "max_tokens": 1}, to="p1")
@@ -119,13 +119,13 @@ def test_a_client_that_goes_away_leaves_nothing(split, stage):
     client = http.client.HTTPConnection(host, int(port), timeout=60)
     client.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
     if stage == "prefill":
-        eventually(lambda: not (split.idle("p0") and split.idle("p1")))
+        eventually(lambda: not (split.idle("p0") and split.idle("p1")), 20.0)
     else:
         assert client.getresponse().read1(100).startswith(b"data: ")
         assert not split.idle("d0")
     client.sock.close() if stage == "prefill" else client.close()
-    eventually(lambda: all(split.idle(name) for name in ("p0", "p1", "d0")))
-    eventually(lambda: metric(split.sidecar, "conductor_requests_failed_total", stage="client") == failed + 1)
+    eventually(lambda: all(split.idle(name) for name in ("p0", "p1", "d0")), 20.0)
+    eventually(lambda: metric(split.sidecar, "conductor_requests_failed_total", stage="client") == failed + 1, 20.0)
     assert metric(split.sidecar, "conductor_reservations") == 0
 
 
@@ -166,4 +166,4 @@ def test_a_prefill_worker_that_is_killed_is_routed_around(split):
     for i in range(6):
         status, answer, headers = split.post(GREEDY | {"prompt": prompt(800 + i, 200), "max_tokens": 4})
         assert status == 200 and headers["x-conductor-pair"] == "p1,d0", answer
-    eventually(lambda: metric(split.sidecar, "conductor_worker_up", worker="p0") == 0)
+    eventually(lambda: metric(split.sidecar, "conductor_worker_up", worker="p0") == 0, 20.0)

@@ -217,15 +217,15 @@ async def test_the_recheck_after_the_prefill():
         front = await stack.enter_async_context(Front(policy="conductor+slo", **workers))
         state = front.conductor.state
         asked = asyncio.create_task(front.post(STREAMED, x_llm_d_slo_tpot_ms="100"))
-        await until(lambda: workers["p0"].running)
+        await until(lambda: workers["p0"].running, 5.0)
         state.decode["batch"][0], state.decode["kv_tokens"][0] = 10_000, 1e7
         status, answer, response = await asked
         assert status == 429 and answer["error"]["code"] == Reason.RECHECK and response.headers["retry-after"]
         assert ends(front) == ["recheck"]
         assert state.clock["rejected_at_decode"] == 1 and 0.25 < state.clock["wasted_prefill_s"] < 5
         # the prefill worker is told, through a request that is dropped at once, that nobody wants its KV
-        await until(lambda: len(workers["d0"].bodies) == 1 and not workers["p0"].fabric.kept)
-        await until(lambda: not workers["d0"].running)
+        await until(lambda: len(workers["d0"].bodies) == 1 and not workers["p0"].fabric.kept, 5.0)
+        await until(lambda: not workers["d0"].running, 5.0)
 
 
 async def test_no_recheck_where_the_cluster_has_none():
@@ -233,7 +233,7 @@ async def test_no_recheck_where_the_cluster_has_none():
         workers = await engines(stack, "p0", "d0", prefill_s=0.3)
         front = await stack.enter_async_context(Front(spec={"decode_recheck": False}, **workers))
         asked = asyncio.create_task(front.post(STREAMED, x_llm_d_slo_tpot_ms="100"))
-        await until(lambda: workers["p0"].running)
+        await until(lambda: workers["p0"].running, 5.0)
         front.conductor.state.decode["batch"][0] = 10_000
         assert (await asked)[0] == 200
 
@@ -282,7 +282,7 @@ async def test_a_retry_is_one_decision(tmp_path):
         front.conductor.on_made.append(made.append)
         await workers["p0"].stop()
         asked = asyncio.create_task(front.post(STREAMED))
-        await until(lambda: workers["d0"].running)
+        await until(lambda: workers["d0"].running, 5.0)
         (reservation,) = front.conductor.state.flying
         assert front.conductor.state.prefills[reservation.prefill].id == "p1"
         assert (await asked)[0] == 200 and len(made) == 1
@@ -324,7 +324,7 @@ async def test_a_worker_is_left_alone_until_it_is_healthy():
         assert len(workers["p0"].bodies) == 3, "after three failures in a row it is asked no more"
         assert not state.up_prefill[0]
         workers["p0"].status = 200
-        await until(lambda: state.up_prefill[0])
+        await until(lambda: state.up_prefill[0], 5.0)
         for _ in range(4):
             assert (await front.post())[0] == 200
         assert len(workers["p0"].bodies) > 3
@@ -350,7 +350,7 @@ async def test_a_stream_that_stops_ends_with_an_error():
         front = await stack.enter_async_context(Front(Options(timeouts=Timeouts(decode_s=0.3)), **workers))
         status, events, _ = await asyncio.wait_for(front.post(STREAMED), 5)
         assert status == 200 and events[-1]["error"]["code"] == "worker_failed"
-        await until(lambda: not workers["d0"].running)
+        await until(lambda: not workers["d0"].running, 5.0)
 
 
 async def test_an_answer_that_breaks_off_before_it_begins_is_made_elsewhere():
@@ -376,16 +376,16 @@ async def test_a_client_that_goes_away_frees_both_workers(stage):
         where = workers["p0" if stage == "prefill" else "d0"]
         request = front.session.post(f"{front.url}/v1/completions", json=STREAMED | {"max_tokens": 1000})
         asked = asyncio.create_task(request.__aenter__())
-        await until(lambda: where.running)
+        await until(lambda: where.running, 5.0)
         if stage == "decode":
-            await until(lambda: front.conductor.state.flying[0].stage == Stage.DECODE)
+            await until(lambda: front.conductor.state.flying[0].stage == Stage.DECODE, 5.0)
             (await asked).close()
         else:
             asked.cancel()
-        await until(lambda: not any(engine.running for engine in workers.values()))
-        await until(lambda: ends(front) == ["client"])
+        await until(lambda: not any(engine.running for engine in workers.values()), 5.0)
+        await until(lambda: ends(front) == ["client"], 5.0)
         assert where.gone == 1 and not front.conductor.state.flying
-        await until(lambda: front.count("conductor_gateway_requests_total", "499") == 1)
+        await until(lambda: front.count("conductor_gateway_requests_total", "499") == 1, 5.0)
 
 
 async def test_kv_that_nobody_fetches_is_let_go():
@@ -395,7 +395,7 @@ async def test_kv_that_nobody_fetches_is_let_go():
         workers["d0"].status = 500
         front = await stack.enter_async_context(Front(**workers))
         assert (await front.post())[0] == 502
-        await until(lambda: len(workers["d0"].bodies) == 2)
+        await until(lambda: len(workers["d0"].bodies) == 2, 5.0)
         assert workers["d0"].bodies[1]["kv_transfer_params"] == workers["d0"].bodies[0]["kv_transfer_params"]
         assert workers["d0"].bodies[1]["max_tokens"] == 1
 

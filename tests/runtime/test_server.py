@@ -176,8 +176,14 @@ def test_a_stream_is_answered_in_order(sidecar):
     assert in_flight(stub) == 0
 
 
-@pytest.mark.parametrize("bad", [asked("bad", lease_s=-1.0).SerializeToString(), b"\xff\xff"])
-def test_what_came_before_a_bad_message_is_answered(sidecar, bad):
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (asked("bad", lease_s=-1.0).SerializeToString(), "bad: lease_s"),
+        (b"\xff\xff", "the message cannot be read"),
+    ],
+)
+def test_what_came_before_a_bad_message_is_answered(sidecar, bad, said):
     with sidecar.channel() as channel:
         call = channel.stream_stream("/conductor.v1.Conductor/ScheduleStream", None, pb.ScheduleResponse.FromString)
         names = [f"good{i}" for i in range(50)]
@@ -187,7 +193,7 @@ def test_what_came_before_a_bad_message_is_answered(sidecar, bad):
         with pytest.raises(grpc.RpcError) as caught:
             next(answers)
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith(("bad: lease_s", "the message cannot be read"))
+    assert caught.value.details().startswith(said)
 
 
 @pytest.mark.parametrize("end", ["cancel", "close"])
