@@ -174,7 +174,8 @@ def soak(serve, cluster_file, seconds: float, measured_s: float, slack_bytes: fl
         what=lambda: (state().workers[0], held),
     )
     assert metric(process, "conductor_metrics_errors_total") == 0
-    assert not any("Traceback" in line for line in process.log), "".join(process.log[-60:])
+    traced = [i for i, line in enumerate(process.log) if "Traceback" in line]
+    assert not traced, "".join(process.log[max(0, traced[0] - 5) : traced[0] + 60])
     publisher.close()
     assert process.stop() == 0
 
