@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Awaitable, Callable
 from functools import lru_cache
 from itertools import count, groupby
 from typing import Any
@@ -250,7 +250,7 @@ def add_to_server(service: ConductorService, server: grpc.aio.Server) -> None:
         if method.client_streaming:
             handlers[method.name] = grpc.stream_stream_rpc_method_handler(call, read, write)
         elif method.server_streaming:
-            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_streaming_if_read(call), read, write)
+            handlers[method.name] = grpc.unary_stream_rpc_method_handler(_called_if_read(call), read, write)
         else:
             handlers[method.name] = grpc.unary_unary_rpc_method_handler(_called_if_read(call), read, write)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(described.full_name, handlers),))
@@ -266,27 +266,22 @@ def _reader(kind: Any) -> Callable[[bytes], Any]:
     return read
 
 
-async def _refuse_unreadable(context: Any) -> None:
-    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
-
-
 def _called_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     async def checked(request: Any, context: Any) -> Any:
         if request is _UNREADABLE:
-            await _refuse_unreadable(context)
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, UNREADABLE)
         return await call(request, context)
 
     return checked
 
 
-def _streaming_if_read(call: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    async def checked(request: Any, context: Any) -> AsyncIterator[Any]:
-        if request is _UNREADABLE:
-            await _refuse_unreadable(context)
-        async for answer in call(request, context):
-            yield answer
-
-    return checked
+async def _sent(writing: Awaitable[None]) -> bool:
+    """Whether a message has gone out. Where not, its client has gone, and nobody needs to be told."""
+    try:
+        await writing
+    except (grpc.aio.BaseError, asyncio.InvalidStateError):
+        return False
+    return True
 
 
 class ConductorService(conductor_pb2_grpc.ConductorServicer):
@@ -351,14 +346,14 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
                         answer = self._schedule(asked, context)
                     except RequestError as error:
                         refusal = f"{asked.request_id}: {error}"
-                if writing is not None:
-                    await writing
+                if writing is not None and not await _sent(writing):
+                    return
                 if answer is None:
                     await context.abort(grpc.StatusCode.INVALID_ARGUMENT, refusal)
                 writing = asyncio.ensure_future(context.write(answer))
                 asked = await reading
             if writing is not None:
-                await writing
+                await _sent(writing)
         finally:  # with the call they end, too, and how is of no interest
             for left in (reading, writing):
                 if left is not None:
@@ -504,11 +499,12 @@ class ConductorService(conductor_pb2_grpc.ConductorServicer):
             raise KeyError(request.request_id)
         return explanation_of(explained)
 
-    async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> AsyncIterator[pb.SnapshotChunk]:
+    async def Snapshot(self, request: pb.SnapshotRequest, context: Any) -> None:
         if self.snapshot is None:
             await context.abort(grpc.StatusCode.UNIMPLEMENTED, "this sidecar keeps no snapshots")
             return
         data = await asyncio.to_thread(encode, self.snapshot())
         for start in range(0, len(data), SNAPSHOT_CHUNK):
-            yield pb.SnapshotChunk(data=data[start : start + SNAPSHOT_CHUNK])
+            if not await _sent(context.write(pb.SnapshotChunk(data=data[start : start + SNAPSHOT_CHUNK]))):
+                return
             await asyncio.sleep(0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 import re
@@ -196,6 +197,10 @@ def test_what_came_before_a_bad_message_is_answered(sidecar, bad, said):
     assert caught.value.details().startswith(said)
 
 
+def wrong_lines(log: list[str]) -> list[str]:
+    return [line for line in log if "ERROR" in line or "Traceback" in line or "never retrieved" in line]
+
+
 @pytest.mark.parametrize("end", ["cancel", "close"])
 def test_a_stream_that_is_cut_leaves_nothing(sidecar, end):
     said = len(sidecar.log)
@@ -206,9 +211,30 @@ def test_a_stream_that_is_cut_leaves_nothing(sidecar, end):
             answers.cancel()
     stub = sidecar.stub()
     eventually(lambda: in_flight(stub) == 0)
-    assert [
-        line for line in sidecar.log[said:] if "ERROR" in line or "Traceback" in line or "never retrieved" in line
-    ] == []
+    assert wrong_lines(sidecar.log[said:]) == []
+
+
+async def test_an_answer_that_nobody_takes_any_more_is_no_error(sidecar):
+    """The client reads nothing until the connection holds no more, and goes."""
+    said = len(sidecar.log)
+    request = asked("x" * 250, dry_run=True, explain=True).SerializeToString()
+    small = [("grpc.http2.bdp_probe", 0)]  # buffers of 64 KiB, however fast the connection is
+    for i in range(40):
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{sidecar.ports['grpc']}", options=small) as channel:
+            call = channel.stream_stream("/conductor.v1.Conductor/ScheduleStream", None, None)()
+            sending = asyncio.create_task(sent(call, [request] * 400))
+            await asyncio.sleep(0.15)
+            if i % 2:
+                call.cancel()
+        sending.cancel()
+        await asyncio.wait([sending])
+    assert not sidecar.says("Traceback", within_s=0.5)
+    assert wrong_lines(sidecar.log[said:]) == []
+
+
+async def sent(call: Any, messages: list[bytes]) -> None:
+    for message in messages:
+        await call.write(message)
 
 
 @pytest.mark.parametrize(
